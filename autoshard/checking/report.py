@@ -1,0 +1,117 @@
+"""The answer of ``autoshard.verify``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+
+from autoshard.checking.compare import Row
+from autoshard.mesh import Mesh
+
+KINDS = ("loss", "output", "gradient", "parameter", "buffer", "copy")
+_SHOWN = 10  # rows that are wrong, and parameters with excused elements, that text() names
+
+
+@dataclass
+class Report:
+    """Sharded against one device.
+
+    rows: every comparison. mismatch: the first place where ranks' collectives do not match; then there are no rows.
+    excused: by parameter, elements that differ from an independent run because Adam amplified rounding (see checking/compare.py).
+    split: share of the matmul FLOPs that each axis splits. collectives: of one step, by rank.
+    """
+
+    mesh: Mesh
+    model: str
+    dtype: str
+    steps: int
+    microbatches: int
+    rows: list[Row] = field(default_factory=list)
+    mismatch: str | None = None
+    excused: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    split: dict[str, float] = field(default_factory=dict)
+    collectives: list[int] = field(default_factory=list)
+    random: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        return self.mismatch is None and bool(self.rows) and all(row.ok for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    @property
+    def worst(self) -> Row | None:
+        """The comparison that is furthest over what is allowed, or nearest to it."""
+        return max(self.rows, key=lambda row: (row.error / row.allowed if row.allowed else math.inf if row.error else 0.0), default=None)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether nothing is divided: every rank computes everything."""
+        return self.mesh.size > 1 and self.mesh.pipeline == 1 and not any(self.split.values())
+
+    def text(self) -> str:
+        """For people: one line of answer, a table, and what to know about it."""
+        answer = "equal" if self.equal else "NOT EQUAL"
+        runs = [f"{self.steps} step{'s' * (self.steps != 1)}", self.dtype]
+        if self.microbatches > 1:
+            runs.append(f"{self.microbatches} micro-batches")
+        lines = [f"{answer}: {self.model} on mesh {self.mesh} ({self.mesh.size} processes) against one device; {', '.join(runs)}"]
+        if self.mismatch:
+            lines += ["", "Ranks don't run the same collectives:", f"  {self.mismatch}"]
+        else:
+            lines += ["", *self._table()]
+            wrong = [row for row in self.rows if not row.ok]
+            if wrong:
+                lines += ["", f"{len(wrong)} of {len(self.rows)} comparisons are wrong:"]
+                lines += [f"  {row.kind} {row.where()}: {row.error:.1e}, allowed {row.allowed:.0e}" for row in wrong[:_SHOWN]]
+                lines += [f"  ... and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
+        return "\n".join([*lines, "", *self._notes()])
+
+    def _table(self) -> list[str]:
+        cells = [("", "compared", "largest error", "allowed", "where")]
+        for kind in KINDS:
+            rows = [row for row in self.rows if row.kind == kind]
+            if rows:
+                worst = max(rows, key=lambda row: row.error / row.allowed if row.allowed else row.error)
+                cells.append((kind, str(len(rows)), f"{worst.error:.1e}", f"{worst.allowed:.0e}", worst.where() if worst.error else ""))
+        widths = [max(len(row[i]) for row in cells) for i in range(5)]
+        return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:4])), row[4]]).rstrip() for row in cells]
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.collectives and not self.mismatch:
+            counts = f"{min(self.collectives)}" if len(set(self.collectives)) == 1 else f"{min(self.collectives)} to {max(self.collectives)}"
+            notes.append(f"Collectives: {counts} a step on each rank, all matched by their peers.")
+        if self.excused:
+            total = sum(self.excused.values())
+            where = ", ".join(f"{name} {n}" for name, n in sorted(self.excused.items(), key=lambda item: -item[1])[:_SHOWN])
+            more = f", and {len(self.excused) - _SHOWN} more" * (len(self.excused) > _SHOWN)
+            notes.append(
+                f"Excused: {total} of {self.parameters} parameter elements differ from an independent run, where Adam turns rounding into steps ({where}{more})."
+                " Their gradients and updates were right in every step; float64 settles doubts."
+            )
+        if self.random and not self.equal:
+            notes.append("The model draws random numbers (dropout?), which sharding may change: verify it with dropout 0, or in eval mode.")
+        if self.replicated:
+            notes.append("NOTHING IS DIVIDED: in this plan every rank computes everything, so equality says little.")
+        elif self.split:
+            shares = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in self.split.items())
+            stages = f"; {self.mesh.pipeline} pipeline stages" if self.mesh.pipeline > 1 else ""
+            notes.append(f"Matmul FLOPs split: {shares}{stages}.")
+        if self.seconds:
+            notes.append("Seconds: " + ", ".join(f"{name} {s:.1f}" for name, s in self.seconds.items()) + ".")
+        return notes
+
+    def to_json(self) -> dict:
+        """Plain data; infinite errors are the text ``"inf"``."""
+        data = {**asdict(self), "mesh": list(self.mesh.shape), "equal": self.equal, "replicated": self.replicated}
+        data["rows"] = [_plain(row) for row in self.rows]
+        data["worst"] = _plain(self.worst) if self.rows else None
+        return data
+
+
+def _plain(row: Row) -> dict:
+    return {**asdict(row), "error": row.error if math.isfinite(row.error) else "inf", "ok": row.ok}

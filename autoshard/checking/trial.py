@@ -1,0 +1,224 @@
+"""The runs that are compared: an independent one on one device, the sharded one, and one device again step by step beside the sharded one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.checking.collectives import Recorder
+from autoshard.checking.compare import Row, compare, compare_gradients, elements_over
+from autoshard.checking.processes import Status
+from autoshard.errors import RunError
+from autoshard.signature import leaf_name, read_call
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is run: the model, one global batch a step, and how often random numbers start anew (``seed`` + step, before each step)."""
+
+    model: nn.Module
+    batches: tuple
+    loss_fn: Callable | None
+    seed: int
+    tolerance: float
+
+    def start_step(self, step: int) -> Any:
+        """Seed the random numbers of step 1, 2, ... and return its batch, which may be written to."""
+        torch.manual_seed(self.seed + step)
+        return copy.deepcopy(self.batches[step - 1])
+
+
+def eager(model: nn.Module, batch: Any, loss_fn: Callable | None) -> Any:
+    """What the captured model returns, from the model itself: its output, or ``(loss, output)`` with a loss function."""
+    extra = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    call = read_call(model.forward, batch, loss_fn is not None, extra)
+    output = model(*call.args, **call.kwargs)
+    if loss_fn is None:
+        return output
+    return loss_fn(output, {**call.kwargs, **call.loss_only} if isinstance(batch, Mapping) else call.args), output
+
+
+def call(module: nn.Module, batch: Any) -> Any:
+    """The user's call of a sharded module."""
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+
+
+def loss_of(output: Any, has_loss_fn: bool) -> torch.Tensor | None:
+    """The scalar to be minimised in an output, found as capture finds it; None if there is none."""
+    if has_loss_fn:
+        return output[0]
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    scalars = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad]
+    if any(named is t for t in scalars):
+        return named
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    return first if len(scalars) == 1 and scalars[0] is first else None
+
+
+def leaves_of(output: Any) -> dict[str, Any]:
+    """The leaves of an output by dotted name; sharded ones are gathered (on every rank at once)."""
+    leaves = {}
+    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+        whole = leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
+        leaves[leaf_name(path) or "output"] = whole.detach().clone() if isinstance(whole, torch.Tensor) else whole
+    return leaves
+
+
+def adamw(parameters) -> torch.optim.AdamW | None:
+    parameters = [p for p in parameters if p.requires_grad]
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
+
+
+def run_alone(trial: Trial, status: Status) -> dict:
+    """Train on one device. Loss of every step, outputs of the first, parameters after the last, whether random numbers were drawn."""
+    model, losses, leaves, random = copy.deepcopy(trial.model), [], {}, False
+    optimizer = adamw(model.parameters())
+    for step in range(1, len(trial.batches) + 1):
+        status(f"step {step} on one device")
+        batch = trial.start_step(step)
+        before = torch.get_rng_state()
+        output = eager(model, batch, trial.loss_fn)
+        random = random or not torch.equal(before, torch.get_rng_state())
+        if step == 1:
+            leaves = leaves_of(output)
+        loss = loss_of(output, trial.loss_fn is not None)
+        if loss is None:
+            break
+        losses.append(loss.detach().clone())
+        loss.backward()
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"losses": losses, "leaves": leaves, "parameters": {n: p.detach() for n, p in model.named_parameters()}, "random": random}
+
+
+def run_rank(trial: Trial, build: Callable[[nn.Module, Any], nn.Module], rank: int, folder: Path, status: Status) -> int:
+    """Train on this rank of an initialised process group; what was computed goes to files in ``folder``. Returns collectives a step."""
+    status("compile")
+    sharded = build(trial.model, copy.deepcopy(trial.batches[0]))
+    losses, leaves, gradients, per_step = [], {}, [], 0
+    with Recorder(folder / f"rank{rank}.collectives", lambda: status.stage) as recorder:
+        status("gathering parameters")
+        states = [_whole(sharded.state_dict())]
+        optimizer = adamw(sharded.parameters())
+        for step in range(1, len(trial.batches) + 1):
+            batch, before = trial.start_step(step), recorder.count
+            status(f"step {step} forward")
+            output = call(sharded, batch)
+            loss = loss_of(output, trial.loss_fn is not None)
+            per_step = recorder.count - before
+            if step == 1:
+                status("step 1, gathering outputs")
+                leaves = leaves_of(output)
+            if loss is None:
+                break
+            losses.append(loss.detach().clone())
+            status(f"step {step} backward")
+            before = recorder.count
+            loss.backward()
+            per_step += recorder.count - before
+            status(f"step {step}, gathering gradients")
+            gradients.append(_whole(sharded.grad_dict()))
+            status(f"step {step} optimizer")
+            if optimizer:
+                optimizer.step()
+                optimizer.zero_grad()
+            status(f"step {step}, gathering parameters")
+            states.append(_whole(sharded.state_dict()))
+        recorder.end()
+    status("comparing copies")
+    rows = _check_copies(sharded, states[-1], len(losses), rank, trial.tolerance)
+    status("writing results")
+    whole = {"states": states, "gradients": gradients} if rank == 0 else {}
+    torch.save({"losses": losses, "leaves": leaves, "copies": rows, **whole}, folder / f"rank{rank}.pt")
+    return per_step
+
+
+def _whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: t.detach().clone() if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
+
+
+def _check_copies(sharded: nn.Module, states: dict[str, Any], step: int, rank: int, tolerance: float) -> list[Row]:
+    """This rank's parameters and buffers against the whole tensors that rank 0 gathered: what several ranks hold must not drift apart."""
+    rows = []
+    held = {name: tensor.detach().cpu() for pairs in (sharded.named_parameters(), sharded.named_buffers()) for name, tensor in pairs}
+    for name in sorted(states):
+        whole = states[name].contiguous()
+        if dist.get_world_size() > 1:
+            dist.broadcast(whole, 0)
+        if name in held:
+            rows.append(compare("copy", name, step, rank, held[name], sharded.piece_of(name, whole), tolerance))
+    return rows
+
+
+def check(trial: Trial, alone: dict, world: int, folder: Path, status: Status) -> tuple[list[Row], dict[str, int]]:
+    """Compare what the ranks wrote with one device. Returns rows, and by parameter the number of excused elements (see compare.py)."""
+    rows: list[Row] = []
+    tolerance = trial.tolerance
+    for rank in range(world):
+        status(f"comparing rank {rank}")
+        got = torch.load(folder / f"rank{rank}.pt", weights_only=False)
+        for step, want in enumerate(alone["losses"], 1):
+            rows.append(compare("loss", "", step, rank, got["losses"][step - 1] if step <= len(got["losses"]) else None, want, tolerance))
+        rows += got["copies"]
+        names = dict.fromkeys([*alone["leaves"], *got["leaves"]])
+        for name in names:
+            if name in got["leaves"] and name in alone["leaves"]:
+                rows.append(compare("output", name, 1, rank, got["leaves"][name], alone["leaves"][name], tolerance))
+            else:
+                note = "missing" if name in alone["leaves"] else "not an output of the model"
+                rows.append(Row("output", name, 1, rank, torch.inf, tolerance, note))
+    got = torch.load(folder / "rank0.pt", weights_only=False)
+    status("comparing steps")
+    rows += _check_steps(trial, got["states"], got["gradients"])
+    excused = {}
+    if got["gradients"] and len(got["states"]) > 1:
+        for name, want in alone["parameters"].items():
+            if name in got["states"][-1]:
+                excused[name] = elements_over(got["states"][-1][name], want, tolerance)
+    return rows, {name: n for name, n in excused.items() if n}
+
+
+def _check_steps(trial: Trial, states: list[dict], gradients: list[dict]) -> list[Row]:
+    """Every step again on one device, from the parameters that the sharded run had before it; see compare.py."""
+    tolerance, model = trial.tolerance, copy.deepcopy(trial.model)
+    start = model.state_dict()
+    rows = [
+        Row("parameter", name, 0, 0, torch.inf, 0.0, "missing from state_dict" if name in start else "unknown name in state_dict")
+        for name in start.keys() ^ states[0].keys()
+    ]
+    if rows:
+        return rows
+    rows += [compare("parameter", name, 0, 0, states[0][name], start[name], 0.0) for name in start]
+    if not all(row.ok for row in rows):
+        return rows
+    parameters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    optimizer = adamw(parameters.values())
+    for step, got in enumerate(gradients, 1):
+        model.load_state_dict(states[step - 1])
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(eager(model, trial.start_step(step), trial.loss_fn), trial.loss_fn is not None)
+        if loss is None:
+            raise RunError("the model returned a loss once, and then none")
+        loss.backward()
+        rows += compare_gradients(step, got, {name: p.grad for name, p in model.named_parameters()}, tolerance)
+        for name, p in parameters.items():
+            p.grad = got.get(name)
+        if optimizer:
+            optimizer.step()
+        rows += [compare("parameter", name, step, 0, states[step].get(name), p, tolerance) for name, p in parameters.items()]
+        buffers = ((name, b) for name, b in model.named_buffers() if name in start)
+        rows += [compare("buffer", name, step, 0, states[step].get(name), b, tolerance) for name, b in buffers]
+    return rows

@@ -1,0 +1,189 @@
+"""What each command of the command line does, once its flags are read. Each returns the exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoshard.checking.processes import Process, wait_for
+from autoshard.checking.trial import call, loss_of
+from autoshard.errors import AutoshardError, MeshError, PlanError, RunError
+from autoshard.planning.plan import Plan
+from autoshard.target import load_target
+
+DONE, NO = 0, 1
+LEARNING_RATE = 1e-3
+
+
+def explain(arguments: Namespace, options: dict) -> int:
+    """Print the plan."""
+    from autoshard.report.explain import explain as sections
+    from autoshard.report.tables import show
+
+    plan = _plan(arguments, options)[2]
+    if arguments.format == "json":
+        _print_json(plan.to_json())
+    else:
+        show(sections(plan, every=arguments.all))
+    return DONE
+
+
+def verify(arguments: Namespace, options: dict) -> int:
+    """Print whether the sharded run equals one device's; 1 if it does not."""
+    from autoshard import verifier
+
+    options = _with_plan(options)
+    dtype = {"fp32": torch.float32, "fp64": torch.float64}[arguments.dtype]
+    with _progress("running on local processes and on one device"):
+        report = verifier.verify(arguments.target, steps=arguments.steps, dtype=dtype, seed=arguments.seed, **options)
+    if arguments.format == "json":
+        _print_json(report.to_json())
+    else:
+        print(report.text())
+    return DONE if report.equal else NO
+
+
+def emit(arguments: Namespace, options: dict) -> int:
+    """Write every rank's module into a folder, and print their paths."""
+    from autoshard import compiler
+
+    model, inputs, plan = _plan(arguments, options)
+    folder = Path(arguments.output)
+    with _progress("writing the program of each rank"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            compiler.emit_folder(model, plan.mesh, inputs, plan, folder)
+        except OSError as error:
+            raise AutoshardError(f"can't write to {str(folder)!r}: {error.strerror}", hint="choose another --output") from None
+    files = sorted(str(path) for path in folder.iterdir() if path.is_file())
+    if arguments.format == "json":
+        _print_json({"folder": str(folder), "files": files})
+    else:
+        print("\n".join(files))
+    return DONE
+
+
+def run(arguments: Namespace, options: dict) -> int:
+    """Train on the example batch for some steps, and print the losses and the speed."""
+    torch.manual_seed(arguments.seed)  # under torchrun every rank must build the same model
+    if "WORLD_SIZE" in os.environ:  # this is one of torchrun's processes
+        model, inputs = load_target(arguments.target)
+        first = os.environ.get("RANK", "0") == "0"
+        result = _train(model, inputs, _with_plan(options), arguments.steps, sys.stderr if first else None)
+        if not first:
+            return DONE
+    else:
+        model, inputs, plan = _plan(arguments, options)
+        if arguments.nproc not in (None, plan.mesh.size):
+            raise MeshError(f"mesh {plan.mesh} has {plan.mesh.size} ranks, but --nproc is {arguments.nproc}", hint="leave --nproc out")
+        result = _train_locally(model, inputs, plan, arguments.steps)
+    if arguments.format == "json":
+        _print_json(result)
+    else:
+        losses = result["losses"]
+        print(f"loss {losses[0]:.6g} -> {losses[-1]:.6g} in {len(losses)} steps of AdamW on one batch")
+        print(f"{result['samples_per_second']:.4g} samples/s measured on {result['ranks']} ranks (without the first step)")
+    return DONE
+
+
+def _train_locally(model: nn.Module, inputs: dict | tuple, plan: Plan, steps: int) -> dict:
+    """``_train`` on as many processes of this machine as the mesh has ranks; what rank 0 returns."""
+    n = plan.mesh.size
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as progress:  # the processes' own stderr goes to files
+
+        def body(rank: int):
+            def rank_body(status) -> dict:
+                dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n)
+                status("training")
+                return _train(model, inputs, {"mesh": plan.mesh, "plan": plan}, steps, progress if rank == 0 else None)
+
+            return rank_body
+
+        ranks = [Process(f"rank {rank}", body(rank), Path(folder)) for rank in range(n)]
+        wait_for(ranks, timeout=math.inf)
+        return ranks[0].result
+
+
+def _train(model: nn.Module, inputs: dict | tuple, options: dict, steps: int, progress: TextIO | None) -> dict:
+    """One rank's part of ``run``: the losses of all steps, and samples a second after the first step. A line a step to ``progress``."""
+    from autoshard import compiler
+
+    sharded = compiler.compile(model, example_inputs=inputs, **options)
+    optimizer = sharded.optimizer(torch.optim.AdamW, lr=LEARNING_RATE)
+    losses, start = [], time.perf_counter()
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss = loss_of(call(sharded, inputs), has_loss_fn=False)
+        if loss is None:
+            raise RunError("the model returns no scalar loss, so there is nothing to train", hint="return a loss from forward")
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if progress:
+            print(f"step {step}/{steps}: loss {losses[-1]:.6g}", file=progress, flush=True)
+        if step == 1 < steps:
+            start = time.perf_counter()
+    speed = sharded.plan.samples * max(1, steps - 1) / (time.perf_counter() - start)
+    return {"losses": losses, "samples_per_second": speed, "ranks": sharded.plan.mesh.size}
+
+
+def _plan(arguments: Namespace, options: dict):
+    """(model, example inputs, plan): the plan of --plan, checked against the model, or a new one."""
+    options = _with_plan(options)
+    from autoshard import compiler
+
+    with _progress(f"loading {arguments.target}"):
+        model, inputs = load_target(arguments.target)
+    with _progress("tracing and planning"):
+        if "plan" in options:
+            _check_belongs(options["plan"], model, inputs)
+            return model, inputs, options["plan"]
+        return model, inputs, compiler.plan(model, example_inputs=inputs, **options)
+
+
+def _check_belongs(plan: Plan, model: nn.Module, inputs: dict | tuple) -> None:
+    """Raise PlanError if the plan was made for another model or another batch."""
+    from autoshard import passes
+    from autoshard.capture import capture
+    from autoshard.predict import fingerprint
+
+    if fingerprint(passes.run("canonicalize", capture(model, inputs).program)) != plan.fingerprint:
+        raise PlanError(
+            f"the plan was made for another {plan.model or 'model'}, batch or version", hint="leave --plan out to make a new one"
+        )
+
+
+def _with_plan(options: dict) -> dict:
+    """Replace the file of --plan by the plan, and take the mesh from it."""
+    if "plan" not in options:
+        return options
+    plan = Plan.load(options["plan"])
+    mesh = options.get("mesh", plan.mesh)
+    if mesh != plan.mesh:
+        raise MeshError(f"the plan is for mesh {plan.mesh}, not for {mesh}", hint="leave --mesh out, or make a plan for this mesh")
+    return {**options, "plan": plan, "mesh": mesh}
+
+
+def _progress(text: str):
+    """A spinner on stderr while something takes its time; nothing if stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def _print_json(data: dict) -> None:
+    print(json.dumps(data, indent=1))

@@ -1,0 +1,204 @@
+"""``autoshard.plan`` and ``autoshard.compile``: capture, plan, rewrite, emit, run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from autoshard import passes
+from autoshard.capture import Captured, capture
+from autoshard.cluster import Cluster, parse_bytes
+from autoshard.emit import RankProgram, emit
+from autoshard.errors import PlanError
+from autoshard.launching import Deferred, one_plan_for_all, sharded_module, start
+from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import Stage, pure_nodes
+from autoshard.passes.microbatch import Microbatched
+from autoshard.planning.choices import microbatch_candidates
+from autoshard.planning.plan import Plan
+from autoshard.planning.planner import Decision, apply, decide, record, restore
+from autoshard.predict import check_memory, describe, predict
+from autoshard.program import Program
+
+__all__ = ["compile", "emit_folder", "plan"]
+
+
+def plan(
+    model: nn.Module,
+    mesh: Any,
+    example_inputs: Any,
+    *,
+    cluster: Cluster | str | None = None,
+    memory: str | float | None = None,
+    microbatches: int | None = None,
+    pin: Mapping[str, Mapping[str, str]] | None = None,
+    loss_fn: Callable | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+) -> Plan:
+    """The fastest plan found for training ``model`` on ``mesh``. Needs no process group and no device; nothing of the model's size is allocated.
+
+    Args:
+        model: on any device, ``meta`` included; not modified.
+        mesh: (data, tensor, pipeline), a dict of these names, or a Mesh.
+        example_inputs: the *global* batch: a dict of keyword arguments or a tuple.
+        cluster: a preset's name, a TOML file, or a Cluster.
+        memory: limit of a rank, bytes or text such as "40GiB"; by default what the cluster's device has.
+        microbatches: how many; by default the number with the shortest predicted step.
+        pin: placements that are forced: ``{"lm_head.weight": {"tensor": "S(0)"}}``; parameters, inputs, or outputs of modules, by name.
+        loss_fn: ``loss_fn(output, batch)`` -> scalar, if the model does not return its loss.
+        batch_dims: the dim that holds the batch, by input name, where it is not 0.
+
+    Raises:
+        AutoshardError: no plan; it says what is in the way.
+    """
+    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin)[0]
+
+
+def compile(
+    model: nn.Module,
+    mesh: Any,
+    example_inputs: Any = None,
+    *,
+    plan: Plan | None = None,
+    loss_fn: Callable | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    **options: Any,
+) -> nn.Module:
+    """This rank's part of ``model``, ready to train: a ``runtime.Sharded``. Call it on every rank of the mesh.
+
+    Without ``example_inputs`` the model is traced and planned at the first call. Rank 0 plans, all ranks run that plan. ``options`` are those
+    of ``plan``. The user's model is not modified, its weights are copied.
+
+    Raises:
+        AutoshardError: the same on every rank, before any communication of the training itself.
+    """
+    if example_inputs is None:
+        return Deferred(lambda batch: compile(model, mesh, batch, plan=plan, loss_fn=loss_fn, batch_dims=batch_dims, **options))
+    mesh = Mesh.of(mesh)
+    world = start(mesh)
+    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    program = passes.run("canonicalize", captured.program)
+    if plan is None:
+        plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options))[0])
+    rewritten = rewrite(program, plan, mesh)
+    return sharded_module(model, captured, program, plan, world, lambda rank: source(captured, rewritten, plan, rank))
+
+
+def _defaults(options: dict) -> dict:
+    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None}
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"compile() got unexpected arguments {', '.join(unknown)}")
+    return {**known, **options}
+
+
+def _title(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin) -> tuple[Plan, Program]:
+    """Capture -> the best plan over the numbers of micro-batches."""
+    program = passes.run("canonicalize", captured.program)
+    program.mesh = mesh
+    cluster = Cluster.of(cluster)
+    limit = parse_bytes(memory) if memory is not None else cluster.device.memory
+    best: tuple[float, Plan, Program] | None = None
+    refused: PlanError | None = None
+    for m in microbatch_candidates(program, mesh, microbatches):
+        try:
+            found, converted = _plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}))
+        except PlanError as error:
+            if microbatches is not None or mesh.pipeline == 1:
+                raise
+            refused = refused or error
+            continue
+        fits = found.peak_bytes <= limit
+        key = (not fits, found.step_seconds)
+        if best is None or key < best[0]:
+            best = (key, found, converted)
+    if best is None:
+        raise refused
+    check_memory(best[1])
+    return best[1], best[2]
+
+
+def _plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins) -> tuple[Plan, Program]:
+    start_time = time.perf_counter()
+    cut: Microbatched = passes.run("microbatch", program, m)
+    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins)
+    decision.solver["trace_seconds"] = captured.seconds
+    strategies, stages = record(decision)
+    plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
+    converted = passes.run("insert_conversions", apply(cut.program, decision))
+    predict(plan, converted, cluster)
+    plan.solver["plan_seconds"] = time.perf_counter() - start_time
+    return plan, converted
+
+
+@dataclass
+class Rewritten:
+    """A planned model, one program per stage; local shapes are the rank's business."""
+
+    mesh: Mesh
+    cut: Microbatched
+    stages: list[Stage]
+
+
+def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
+    """Canonical program and plan -> one program per stage, conversions explicit."""
+    if plan.mesh != mesh:
+        raise PlanError(f"the plan is for mesh {plan.mesh}, not {mesh}", hint="make a plan for this mesh")
+    program.mesh = mesh
+    cut = passes.run("microbatch", program, plan.microbatches)
+    decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)
+    converted = passes.run("insert_conversions", apply(cut.program, decision))
+    return Rewritten(mesh, cut, passes.run("cut_stages", converted))
+
+
+def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int) -> str:
+    """The Python module of one rank."""
+    mesh = rewritten.mesh
+    data, tensor, index = mesh.coords(rank)
+    stage = rewritten.stages[index]
+    local = passes.run("localize", stage.program, (data, tensor))
+    holders: dict[str, tuple[int, ...]] = {}
+    for other in rewritten.stages:
+        for name in other.program.params:
+            holders[name] = (*holders.get(name, ()), other.index)
+    used = {n for p in rewritten.stages for q in p.program.params.values() for n in q.names}
+    unused = {p.name: p for p in captured.params if not set(p.names) & used} if index == 0 else {}
+    return emit(
+        RankProgram(
+            title=plan.model,
+            mesh=mesh,
+            rank=rank,
+            stage=Stage(index, local, stage.receives, stage.sends),
+            whole=stage.program,
+            last=rewritten.stages[-1].program,
+            prologue=rewritten.cut.prologue,
+            extras=rewritten.cut.extras,
+            holders=holders,
+            unused=unused,
+        )
+    )
+
+
+def sources(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, loss_fn=None, batch_dims=None) -> dict[int, str]:
+    """The Python modules of all ranks, made without any process group."""
+    mesh = Mesh.of(mesh)
+    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    rewritten = rewrite(passes.run("canonicalize", captured.program), plan, mesh)
+    return {rank: source(captured, rewritten, plan, rank) for rank in range(mesh.size)}
+
+
+def emit_folder(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, folder: str | Path, loss_fn=None, batch_dims=None) -> None:
+    """Write the module of every rank into ``folder``, and the plan."""
+    for rank, text in sources(model, mesh, example_inputs, plan, loss_fn, batch_dims).items():
+        (Path(folder) / f"rank{rank}.py").write_text(text)
+    plan.save(Path(folder) / "plan.json")

@@ -1,0 +1,147 @@
+"""Seconds of every collective, and of the conversions between layouts that are made of them.
+
+The alpha-beta model: a message of n bytes takes alpha + n / beta. Ring algorithms over k ranks, n the full size in bytes along the axis,
+g = (k - 1) / k (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005;
+Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009):
+
+    all-reduce                     2 (k - 1) alpha + 2 g n / beta
+    all-gather, reduce-scatter       (k - 1) alpha +   g n / beta
+    all-to-all                       (k - 1) alpha +   g (n / k) / beta
+    send                                     alpha +     n / beta
+    slice, pad, divide             a copy in the rank's own memory: bytes read and written / memory bandwidth + launch
+    none                           0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from autoshard.cluster import Cluster, Device, Link
+from autoshard.mesh import SHARDED_AXES, Mesh
+from autoshard.placement import Layout, R, bytes_sent, local_shape, route
+from autoshard.rules.notation import Strategy
+
+_RING = {  # collective -> (messages in units of k - 1, factor of Conversion.forward_bytes)
+    "all_reduce": (2, "2"),
+    "all_gather": (1, "1"),
+    "reduce_scatter": (1, "1"),
+    "all_to_all": (1, "1/k"),
+}
+_COPIES = {  # local conversion -> (bytes read and written, as a multiple of the full size and of the piece)
+    "slice": (0, 2),
+    "pad": (1, 1),
+    "divide": (2, 0),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One single-axis step of a conversion, forward or backward. ``nbytes`` is what one rank sends; ``seconds`` of one run."""
+
+    axis: str
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "slice", "pad", "divide"
+    nbytes: float
+    seconds: float
+    direction: str  # "forward" | "backward"
+
+    @property
+    def local(self) -> bool:
+        """Whether nothing leaves the rank."""
+        return self.kind in _COPIES
+
+
+def collective_seconds(kind: str, nbytes: float, k: int, link: Link) -> float:
+    """Seconds of one collective over k ranks. ``nbytes``: the full size along the axis (for a send: the message)."""
+    if kind == "send":
+        return link.latency + nbytes / link.rate
+    if k == 1:
+        return 0.0
+    messages, factor = _RING[kind]
+    return messages * (k - 1) * link.latency + bytes_sent(factor, nbytes, k) / link.rate
+
+
+def copy_seconds(kind: str, nbytes: float, k: int, device: Device) -> float:
+    """Seconds of a conversion that stays on the rank; ``nbytes``: the full size along the axis."""
+    if kind == "none" or k == 1:
+        return 0.0
+    whole, piece = _COPIES[kind]
+    return (whole + piece / k) * nbytes / device.memory_rate + device.launch
+
+
+def _run(kind: str, axis: str, nbytes: float, mesh: Mesh, cluster: Cluster, direction: str) -> Collective:
+    k = getattr(mesh, axis)
+    if kind in _COPIES:
+        return Collective(axis, kind, 0.0, copy_seconds(kind, nbytes, k, cluster.device), direction)
+    seconds = collective_seconds(kind, nbytes, k, cluster.link(axis, mesh))
+    return Collective(axis, kind, bytes_sent(_RING[kind][1], nbytes, k), seconds, direction)
+
+
+@cache
+def conversion_steps(
+    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, cluster: Cluster, grad: bool, batch_share: float = 1.0
+) -> tuple[Collective, ...] | None:
+    """All that runs to bring a value from ``src`` to ``dst``, forward in order and then backward in reverse; None if there is no way.
+
+    shape: global. grad: whether a gradient flows back. batch_share: 1 / micro-batches if the value grows with the batch, else 1.
+    """
+    way = route(src, dst, shape, mesh.sizes, grad)
+    if way is None:
+        return None
+    forward, backward = [], []
+    for step in way:
+        others = step.before[: step.axis] + (R,) + step.before[step.axis + 1 :]
+        nbytes = prod(local_shape(shape, others, mesh.sizes, (0,) * len(mesh.sizes))) * itemsize * batch_share
+        axis, conversion = SHARDED_AXES[step.axis], step.conversion
+        if conversion.forward != "none":
+            forward.append(_run(conversion.forward, axis, nbytes, mesh, cluster, "forward"))
+        if grad and conversion.backward != "none":
+            backward.append(_run(conversion.backward, axis, nbytes, mesh, cluster, "backward"))
+    return tuple(forward + backward[::-1])
+
+
+@cache
+def conversion_seconds(
+    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, cluster: Cluster, grad: bool, batch_share: float = 1.0
+) -> tuple[float, float] | None:
+    """(forward, backward) seconds of a conversion, one run; None if there is no way. Arguments as for ``conversion_steps``."""
+    steps = conversion_steps(src, dst, shape, itemsize, mesh, cluster, grad, batch_share)
+    if steps is None:
+        return None
+    return tuple(sum(s.seconds for s in steps if s.direction == direction) for direction in ("forward", "backward"))
+
+
+def gradient_sync(nbytes: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> Collective:
+    """The sum of ``nbytes`` of gradients, once a step, as *one* all-reduce over the joint group of ``axes`` (of size 1: left out).
+
+    One ring over both axes sends 2 (kl - 1)/(kl) n; one after the other would send 2 (k - 1)/k n + 2 (l - 1)/l n, nearly twice as much.
+    """
+    axes = tuple(axis for axis in axes if getattr(mesh, axis) > 1)
+    name, k = "+".join(axes), prod(getattr(mesh, axis) for axis in axes)
+    if k == 1:
+        return Collective(name, "all_reduce", 0.0, 0.0, "backward")
+    seconds = collective_seconds("all_reduce", nbytes, k, cluster.link(name, mesh))
+    return Collective(name, "all_reduce", bytes_sent("2", nbytes, k), seconds, "backward")
+
+
+def gradient_sync_seconds(nbytes: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of ``gradient_sync``."""
+    return gradient_sync(nbytes, axes, mesh, cluster).seconds
+
+
+def kernel_steps(strategy: Strategy, itemsize: int, mesh: Mesh, cluster: Cluster, batch_share: float = 1.0) -> tuple[Collective, ...]:
+    """The collectives inside an op's own local kernel (``Choice.comms``), which no conversion shows."""
+    steps = []
+    for choice, axis in zip(strategy.choices, SHARDED_AXES):
+        if getattr(mesh, axis) == 1:
+            continue
+        for comm in choice.comms:
+            cut = prod(k for other, k in zip(strategy.choices, mesh.sizes) if other is not choice and other.factor in comm.factors)
+            steps.append(_run(comm.collective, axis, comm.elements / cut * itemsize * batch_share, mesh, cluster, "forward"))
+    return tuple(steps)
+
+
+def send(nbytes: float, mesh: Mesh, cluster: Cluster, direction: str = "forward") -> Collective:
+    """A rank's message of ``nbytes`` to its counterpart in the next stage (backward: in the one before)."""
+    return Collective("pipeline", "send", nbytes, collective_seconds("send", nbytes, 2, cluster.link("pipeline", mesh)), direction)

@@ -1,0 +1,255 @@
+"""Seconds that one op takes on one rank under a strategy, by the roofline model.
+
+    t = max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) + kernels * launch
+
+(Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 2009.)
+``flops`` and ``bytes`` are those of the fullest rank and of one micro-batch. An op that is sharded does 1/k of the work; one that is
+replicated or deferred does all of it on every rank, and pays in full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from torch import fx
+
+from autoshard.cluster import Cluster, Device
+from autoshard.placement import Layout, R, local_shape
+from autoshard.program import is_getitem, operands, result_of, tensors
+from autoshard.rules.notation import OpRule, Strategy
+
+ALIASES = frozenset("reshape view permute transpose t numpy_T unsqueeze squeeze alias detach".split())
+"""Ops that give the same elements another shape: no kernel runs, forward or backward, and the result shares its operand's memory."""
+
+WINDOWS = frozenset("slice select expand narrow diagonal".split())
+"""Ops whose result is a window on the operand: nothing runs forward, but backward writes a gradient of the operand's size."""
+
+GATHERS = frozenset("embedding index_select gather index".split())
+"""Ops that read of their first operand only the rows they return."""
+
+ATTENTION_BACKWARD = 2.5
+"""Matmul work of attention's backward over its forward: 5 matmuls (scores are computed again) to 2 (Dao et al., FlashAttention, 2022)."""
+
+Storage = tuple[str, int, tuple[str, ...]]
+"""What memory a value lies in: (producing node, result index, kind of placement on each axis, with R* read as R)."""
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One op under one strategy, on the fullest rank, for one micro-batch.
+
+    forward / backward: seconds. flops: of the whole op, forward, undivided. split: by how many ranks that work is divided.
+    saved: what backward needs of activations, (storage, bytes) each once; the same storage may be saved by other ops too.
+    result_bytes: memory that the op itself allocates. working_bytes: what it needs while it runs, the larger of forward and backward.
+    """
+
+    forward: float
+    backward: float
+    flops: float
+    split: float
+    saved: tuple[tuple[Storage, float], ...]
+    result_bytes: float
+    working_bytes: float
+
+    @property
+    def saved_bytes(self) -> float:
+        """Bytes of all that this op saves."""
+        return sum(nbytes for _, nbytes in self.saved)
+
+
+def roofline_seconds(flops: float, nbytes: float, dtype: str, device: Device, kernels: int = 1) -> float:
+    """The formula above: seconds of ``kernels`` kernels that do ``flops`` in ``dtype`` and move ``nbytes`` in all."""
+    if not kernels:
+        return 0.0
+    return max(flops / device.flops(dtype), nbytes / device.memory_rate) + kernels * device.launch
+
+
+def optimizer_seconds(elements: float, device: Device, itemsize: int = 4) -> float:
+    """Seconds of one Adam step on ``elements`` parameters of a rank; ``itemsize``: of the optimizer's own values.
+
+    Bound by memory: parameter, gradient and two moments are read, parameter and moments written, 7 values an element. In mixed precision
+    the gradient is 2 bytes, and 2 more are written for the low-precision parameter: 28 bytes an element too.
+    """
+    return roofline_seconds(0.0, 7 * itemsize * elements, "fp32", device)
+
+
+def dtype_name(dtype) -> str:
+    """The name by which ``Device.peak`` knows a torch dtype; fp32 for all that it does not list."""
+    return {"torch.float64": "fp64", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
+
+
+def op_kind(node: fx.Node) -> str:
+    """The op's plain name, without namespace and overload: "aten.slice.Tensor" -> "slice"."""
+    parts = str(node.target).split(".")
+    return parts[1].lstrip("_") if len(parts) > 1 else parts[0]
+
+
+@cache
+def local_elements(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Elements of the largest piece of a value of this global shape (the piece of rank 0: torch.chunk's first is never smaller)."""
+    return prod(local_shape(shape, layout, sizes, (0,) * len(sizes)))
+
+
+def work_share(rule: OpRule, strategy: Strategy, sizes: tuple[int, ...]) -> float:
+    """The share of the op's work that falls to the fullest rank: 1 if replicated, 1/k for each even split, ceil(n/k)/n for uneven ones."""
+    left: dict[str, float] = {}
+    share = 1.0
+    for choice, k in zip(strategy.choices, sizes):
+        if choice.factor in rule.sizes:
+            n = left.get(choice.factor, rule.sizes[choice.factor])
+            piece = -(-(n // choice.blocks) // k) * choice.blocks
+            left[choice.factor] = piece
+            share *= piece / n
+        elif choice.name.startswith("shard"):
+            share /= k
+    return share
+
+
+def split_of(strategy: Strategy, sizes: tuple[int, ...]) -> float:
+    """By how many ranks the op's work is divided: the product of the sizes of the axes that shard a factor."""
+    return float(prod(k for choice, k in zip(strategy.choices, sizes) if choice.factor or choice.name.startswith("shard")))
+
+
+def storage_node(node: fx.Node) -> tuple[fx.Node, int]:
+    """The (producing node, result index) whose memory a value lies in: looks through views of the same elements."""
+    producer, index = result_of(node)
+    while producer.op == "call_function" and op_kind(producer) in ALIASES:
+        producer, index = result_of(operands(producer)[0])
+    return producer, index
+
+
+@dataclass(frozen=True)
+class _Value:
+    """An operand or a result: global shape, bytes an element, whether a gradient flows, whether it grows with the batch, where it lies."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    grad: bool
+    share: float  # of the bytes that one micro-batch holds
+    producer: fx.Node
+    index: int
+
+    def nbytes(self, layout: Layout, sizes: tuple[int, ...]) -> float:
+        return local_elements(self.shape, layout, sizes) * self.itemsize * self.share
+
+
+def op_costs(
+    node: fx.Node,
+    rule: OpRule,
+    strategies: tuple[Strategy, ...],
+    sizes: tuple[int, int],
+    cluster: Cluster,
+    batch_share: float = 1.0,
+    whole: frozenset[str] = frozenset(),
+) -> list[OpCost]:
+    """The cost of an op under each of its strategies.
+
+    node: ``meta["val"]`` holds the global shapes of the *whole* batch, ``meta["grad"]`` says whether a gradient flows.
+    sizes: (data, tensor). batch_share: 1 / micro-batches. whole: names of the nodes whose values do not grow with the batch (parameters,
+    positions, masks without a batch dim); their bytes are not divided by the micro-batches.
+    """
+    kind = op_kind(node)
+    if is_getitem(node) or node.op != "call_function" or kind in ALIASES:
+        return [OpCost(0.0, 0.0, 0.0, split_of(s, sizes), (), 0.0, 0.0) for s in strategies]
+    grad = bool(node.meta.get("grad"))
+    inputs = [
+        _Value(tuple(v.shape), v.dtype.itemsize, bool(n.meta.get("grad")), 1.0 if n.name in whole else batch_share, *storage_node(n))
+        for n in operands(node)
+        for v in tensors(n.meta["val"])
+    ]
+    share = 1.0 if node.name in whole else batch_share
+    vals = tensors(node.meta["val"])
+    results = [_Value(tuple(v.shape), v.dtype.itemsize, grad and v.dtype.is_floating_point, share, node, i) for i, v in enumerate(vals)]
+    floats = [v.dtype for v in vals if v.dtype.is_floating_point]
+    work = batch_share if any(v.share == batch_share for v in inputs + results) else 1.0
+    job = _Job(kind, rule, inputs, results, dtype_name(floats[0]) if floats else "fp32", rule.flops * work, grad, cluster.device, sizes)
+    return [job.cost(s) for s in strategies]
+
+
+def op_cost(node, rule, strategy, sizes, cluster, batch_share=1.0, whole=frozenset()) -> OpCost:
+    """The cost of an op under one strategy; see ``op_costs``, which is faster for many."""
+    return op_costs(node, rule, (strategy,), sizes, cluster, batch_share, whole)[0]
+
+
+@dataclass
+class _Job:
+    """What is the same for all strategies of one op."""
+
+    kind: str
+    rule: OpRule
+    inputs: list[_Value]
+    results: list[_Value]
+    dtype: str
+    flops: float
+    grad: bool
+    device: Device
+    sizes: tuple[int, int]
+
+    def __post_init__(self):
+        others = [i for i in range(len(self.inputs)) if i not in self.rule.additive]
+        self.attention = "attention" in self.kind
+        self.matrices = (others if self.attention else others[:2]) if self.flops else []
+        self.saved = self.rule.saved
+        if self.rule.fallback:  # nothing is known of the op: it may save all that it sees
+            self.saved = (*range(len(self.inputs)), *(-1 - i for i in range(len(self.results))))
+
+    def cost(self, strategy: Strategy) -> OpCost:
+        ins = self._bytes(self.inputs, strategy.operands)
+        outs = self._bytes(self.results, strategy.results)
+        flops = self.flops * work_share(self.rule, strategy, self.sizes)
+        window = self.kind in WINDOWS
+        read = [min(ins[0], sum(outs)), *ins[1:]] if self.kind in GATHERS and ins else ins
+        forward = 0.0 if window else self._seconds(flops, sum(read) + sum(outs), 1)
+        gradients = [i for i, v in enumerate(self.inputs) if v.grad] if self.grad else []
+        incoming = sum(b for b, v in zip(outs, self.results) if v.grad)
+        outgoing = sum(ins[i] for i in gradients)
+        backward = self._backward(ins, outs, flops, gradients, incoming) if gradients else 0.0
+        working = max(0.0 if window else sum(outs), incoming + outgoing)
+        saved = self._saved(ins, outs, strategy) if gradients else ()
+        return OpCost(forward, backward, self.flops, split_of(strategy, self.sizes), saved, 0.0 if window else sum(outs), working)
+
+    def _bytes(self, values: list[_Value], layouts: tuple[Layout, ...]) -> list[float]:
+        """Bytes of each value on the fullest rank; a value that the rule says nothing of (no rule of its own) is whole."""
+        nothing = (R,) * len(self.sizes)
+        return [v.nbytes(layouts[i] if i < len(layouts) else nothing, self.sizes) for i, v in enumerate(values)]
+
+    def _seconds(self, flops: float, nbytes: float, kernels: int) -> float:
+        return roofline_seconds(flops, nbytes, self.dtype, self.device, kernels)
+
+    def _backward(self, ins, outs, flops, gradients, incoming) -> float:
+        """One matmul for each matrix that needs a gradient, as large as the forward one; everything else by the bytes it moves:
+        the incoming gradient and what was saved are read, a gradient for each operand that needs one is written."""
+        if self.attention and self.flops:
+            nbytes = sum(ins) + sum(outs) + incoming + sum(ins[i] for i in gradients)
+            return self._seconds(ATTENTION_BACKWARD * flops, nbytes, 1)
+        if self.matrices:
+            seconds = 0.0
+            for i in gradients:
+                if i in self.matrices:  # d a = d result @ b: reads d result and b, writes d a
+                    seconds += self._seconds(flops, incoming + sum(ins[j] for j in self.matrices), 1)
+                elif self.inputs[i].shape != self.results[0].shape:  # d bias: the sum of d result
+                    seconds += self._seconds(0.0, incoming + ins[i], 1)
+            return seconds
+        saved = sum(ins[i] if i >= 0 else outs[-1 - i] for i in self.saved)
+        return self._seconds(0.0, incoming + saved + sum(ins[i] for i in gradients), 1)
+
+    def _saved(self, ins, outs, strategy: Strategy) -> tuple[tuple[Storage, float], ...]:
+        found: dict[Storage, float] = {}
+        for i in self.saved:
+            if i >= 0 and not self._needed(i):
+                continue
+            at, layouts = (i, strategy.operands) if i >= 0 else (-1 - i, strategy.results)
+            value, nbytes = (self.inputs[at], ins[at]) if i >= 0 else (self.results[at], outs[at])
+            if value.producer.op != "call_function":
+                continue  # parameters and inputs of the model are held anyway
+            kinds = tuple(p.kind.rstrip("*") for p in layouts[at]) if at < len(layouts) else ("R",) * len(self.sizes)
+            found[value.producer.name, value.index, kinds] = nbytes
+        return tuple(found.items())
+
+    def _needed(self, i: int) -> bool:
+        """Whether backward reads saved operand ``i``: of a matmul, only if another matrix needs a gradient."""
+        if i not in self.matrices or self.attention:
+            return True
+        return any(self.inputs[j].grad for j in self.matrices if j != i)

@@ -1,0 +1,243 @@
+"""Write a rank's program as a Python module to be read: one line per op under a comment with its module's path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoshard import ops
+from autoshard.mesh import SHARDED_AXES, Mesh
+from autoshard.passes.cut_stages import Stage
+from autoshard.passes.microbatch import Extra
+from autoshard.placement import R, format_layout
+from autoshard.printer import conversion_comment, expression, literal
+from autoshard.program import Param, Program, result_of
+
+WIDTH = 140
+HEAVY = ("linear", "addmm", "mm", "bmm", "matmul", "convolution", "conv2d", "scaled_dot_product_attention", "embedding", "cross_entropy_loss")
+
+
+@dataclass
+class RankProgram:
+    """What one rank runs: its stage with local shapes, the prologue (or None), and facts about the whole.
+
+    whole: the stage's program with global (micro-batch) shapes. last: the last stage's, likewise. holders: parameter placeholder -> the stages that hold it.
+    """
+
+    title: str
+    mesh: Mesh
+    rank: int
+    stage: Stage
+    whole: Program
+    last: Program
+    prologue: Program | None
+    extras: tuple[Extra, ...]
+    holders: dict[str, tuple[int, ...]]
+    unused: dict[str, Param]
+
+
+def emit(rank: RankProgram) -> str:
+    """The source of the rank's module."""
+    mesh, stage, program = rank.mesh, rank.stage, rank.stage.program
+    data, tensor, pipeline = mesh.coords(rank.rank)
+    batches = f"; {program.microbatches} micro-batches" if program.microbatches > 1 else ""
+    lines = [
+        f'"""{rank.title} on mesh {mesh}: rank {rank.rank} = data {data}, tensor {tensor}, pipeline stage {pipeline} of {mesh.pipeline}{batches}."""',
+        "",
+        "import torch",
+        "import torch.nn.functional as F",
+        "",
+        "from autoshard import runtime as rt",
+        "",
+        "",
+        "class Stage(rt.StageModule):",
+        f"    mesh, rank, stage, microbatches = {mesh.shape}, {rank.rank}, {pipeline}, {program.microbatches}",
+    ]
+    names = _attribute_names(program, rank.unused)
+    lines += _declare(rank, names)
+    if rank.prologue is not None:
+        lines += ["", *_prologue(rank)]
+    lines += ["", *_forward(rank, names)]
+    text = "\n".join(lines) + "\n"
+    if "F." not in text:
+        text = text.replace("import torch.nn.functional as F\n", "")
+    return text
+
+
+def _attribute_names(program: Program, unused: dict[str, Param]) -> dict[str, str]:
+    """Placeholder -> attribute: the parameter's original name with underscores."""
+    names: dict[str, str] = {}
+    for placeholder, param in {**program.params, **unused}.items():
+        name = param.name.replace(".", "_")
+        name = name if name.isidentifier() else f"p_{name}"
+        while name in names.values():
+            name += "_"
+        names[placeholder] = name
+    return names
+
+
+def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
+    program = rank.whole
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    lines = ["    params = {"]
+    for placeholder, param in {**program.params, **rank.unused}.items():
+        node = nodes.get(placeholder)
+        layout = node.meta.get("stored", node.meta["layouts"][0]) if node is not None else (R, R)
+        sync = node.meta.get("sync", ()) if node is not None else ()
+        parts = [literal(param.names), literal(param.shape), f'"{format_layout(layout)}"', literal(param.dtype), str(param.requires_grad)]
+        if sync:
+            parts.append(f"sync={literal(sync)}")
+        parts.append(f"stages={literal(rank.holders.get(placeholder, (0,)))}")
+        if param.kind != "parameter":
+            parts.append(f'kind="{param.kind}"')
+        if not param.persistent:
+            parts.append("persistent=False")
+        lines.append(f'        "{names[placeholder]}": rt.Param({", ".join(parts)}),')
+    lines.append("    }")
+    lines += _declare_inputs(rank, nodes)
+    lines += _declare_values(rank, nodes)
+    return lines
+
+
+def _declare_inputs(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
+    program, lines = rank.whole, ["    inputs = {"]
+    for placeholder, spec in program.inputs.items():
+        lines.append(f'        "{placeholder}": {_input(placeholder, spec, format_layout(nodes[placeholder].meta["layouts"][0]))},')
+    if rank.prologue is not None:
+        for placeholder, spec in rank.prologue.inputs.items():
+            lines.append(f'        "whole_{placeholder}": {_input("", spec, "[R, R]")},')
+    return [*lines, "    }"]
+
+
+def _input(placeholder: str, spec, layout: str) -> str:
+    parts = [literal(tuple(spec.shape)), literal(spec.dtype), f'"{layout}"']
+    if spec.batch_dim != 0:
+        parts.append(f"batch_dim={spec.batch_dim}")
+    if spec.name != placeholder:
+        parts.append(f'name="{spec.name}"')
+    return f"rt.Input({', '.join(parts)})"
+
+
+def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
+    """Values that cross the cuts, extras of the prologue, and the model's outputs."""
+    lines = []
+    where = {n.name: n for n in rank.stage.program.graph.nodes}
+    for label, values in (("receives", rank.stage.receives), ("sends", rank.stage.sends)):
+        if values:
+            items = (where[v].meta for v in values)
+            texts = [f"rt.Value({literal(tuple(m['val'].shape))}, {literal(m['val'].dtype)}, {bool(m.get('grad'))})" for m in items]
+            lines.append(f"    {label} = ({', '.join(texts)},)")
+    used = [e for e in rank.extras if e.name in nodes]
+    if used:
+        lines.append("    extras = {")
+        lines += [f'        "{e.name}": rt.Extra("{e.src} -> {e.dst}", {literal(tuple(nodes[e.name].meta["val"].shape))}),' for e in used]
+        lines.append("    }")
+    lines.append("    outputs = (")
+    leaves = [(i, leaf) for i, leaf in enumerate(rank.last.leaves) if isinstance(leaf, fx.Node)]
+    for i, leaf in leaves:
+        producer, index = result_of(leaf)
+        meta = leaf.meta
+        layout, time = format_layout(producer.meta["layouts"][index]), meta.get("time", R)
+        parts = [str(i), literal(tuple(meta["val"].shape)), f'"{layout}"', f'"{time}"', literal(meta["val"].dtype)]
+        if not meta.get("grad"):
+            parts.append("requires_grad=False")
+        lines.append(f"        rt.Output({', '.join(parts)}),")
+    lines.append("    )")
+    if rank.last.loss is not None:
+        lines.append(f"    loss = {[i for i, _ in leaves].index(rank.last.loss)}")
+    return lines
+
+
+def _prologue(rank: RankProgram) -> list[str]:
+    program = rank.prologue
+    nodes = {n.name: n for n in rank.whole.graph.nodes if n.op == "placeholder"}
+    wanted = [(i, e) for i, e in enumerate(rank.extras) if e.name in nodes]
+    if not wanted:
+        return []
+    leaves = {e.name: program.leaves[i] for i, e in wanted}
+    needed = _needed(list(leaves.values()))
+    read = [n.name for n in program.graph.nodes if n.op == "placeholder" and n.name in program.inputs and n in needed]
+    arguments = ["self", *(f"whole_{name}" for name in read)]
+    lines = [
+        f"    def prologue({', '.join(arguments)}):",
+        "        # what all micro-batches need to know of each other, before the first one runs",
+    ]
+    names = _attribute_names(program, {})
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in program.params:
+            node.meta["expr"] = f"self.{names[node.name]}"
+        elif node.name in read:
+            node.meta["expr"] = f"whole_{node.name}"
+    lines += _body(program, needed, comments=False)
+    items = ", ".join(f'"{name}": {literal(leaf)}' for name, leaf in leaves.items())
+    return [*lines, f"        return {{{items}}}"]
+
+
+def _needed(leaves: list[fx.Node]) -> set[fx.Node]:
+    seen, todo = set(), list(leaves)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return seen
+
+
+def _forward(rank: RankProgram, names: dict[str, str]) -> list[str]:
+    program, stage = rank.stage.program, rank.stage
+    inputs = [n for n in program.inputs]
+    extras = [e.name for e in rank.extras if any(n.op == "placeholder" and n.name == e.name for n in program.graph.nodes)]
+    lines = [f"    def forward({', '.join(['self', *stage.receives, *inputs, *extras])}):"]
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in program.params:
+            node.meta["expr"] = f"self.{names[node.name]}"
+    results = [x for x in program.leaves if isinstance(x, fx.Node)]
+    lines += _body(program, None, comments=True)
+    inner = ", ".join(literal(x) for x in results)
+    return [*lines, f"        return ({inner},)"]
+
+
+def _body(program: Program, only: set[fx.Node] | None, comments: bool) -> list[str]:
+    nodes = [n for n in program.ops if only is None or n in only]
+    last_use = {x: n for n in [*nodes, program.output] for x in n.all_input_nodes}
+    keep = set(program.output.all_input_nodes)
+    lines: list[str] = []
+    module, alive = None, []
+    for i, node in enumerate(nodes):
+        here = node.meta.get("module", "")
+        if comments and here != module:
+            lines.append(f"        # {here or 'outside of any module'}")
+            module = here
+        lines.append(_line(node, comments))
+        alive.append(node)
+        ends = i + 1 == len(nodes) or nodes[i + 1].meta.get("module", "") != here
+        if comments and ends and i + 1 < len(nodes):
+            done = set(nodes[: i + 1])
+            dead = [n for n in alive if n not in keep and last_use.get(n) in done and not isinstance(n.meta["val"], (tuple, list))]
+            if dead:
+                lines.append(f"        del {', '.join(n.name for n in dead)}")
+                gone = set(dead)
+                alive = [n for n in alive if n not in gone]
+    return lines
+
+
+def _line(node: fx.Node, comments: bool) -> str:
+    text = f"        {node.name} = {expression(node)}"
+    if not comments:
+        return text
+    if node.target is ops.convert:
+        note = conversion_comment(node.args[1])
+    else:
+        layouts = node.meta.get("layouts")
+        if not layouts or all(p == R for layout in layouts for p in layout):
+            return text
+        note = format_layout(layouts[0])
+        strategy = node.meta.get("strategy")
+        if strategy is not None and any(h == str(node.target).split(".")[1] if "." in str(node.target) else False for h in HEAVY):
+            cuts = [f"{c.name[6:]} over {axis}" for axis, c in zip(SHARDED_AXES, strategy.choices) if c.name.startswith("shard")]
+            if cuts:
+                note += f" {', '.join(cuts)}"
+    return f"{text}  # {note}"
+
+

@@ -1,0 +1,283 @@
+"""An exported program's graph, made flat, functional and annotated: the second half of capture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import CaptureError
+from autoshard.program import Param, tensors
+from autoshard.tracing import quiet
+
+aten = torch.ops.aten
+OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+
+
+def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node]]:
+    """The graph of a Program from what torch.export made.
+
+    Args:
+        params: all of the model's; names without the ``model.`` of the traced root.
+        leaf_name: name of an input from its pytree path in the traced root's arguments.
+
+    Returns:
+        The graph, the placeholders of the params that it reads (constants included), and those of all tensor inputs by name.
+
+    Raises:
+        CaptureError: sizes that depend on data, mutated buffers or inputs, regions that are not supported.
+    """
+    inline_regions(exported.graph_module)
+    refuse_data_dependent(exported.graph)
+    refuse_batch_statistics(exported)
+    if any(is_mutating(node) for node in exported.graph.nodes):
+        with quiet():
+            exported = exported.run_decompositions({})
+        refuse_mutation(exported, leaf_name)
+    graph, read, inputs = flatten(exported, params, leaf_name)
+    annotate(graph, read)
+    return graph, read, inputs
+
+
+# --- regions -----------------------------------------------------------------------------------------------------------
+
+
+def inline_regions(module: fx.GraphModule) -> None:
+    """Replace no_grad regions by their ops, whose operands are detached.
+
+    before:  y = wrap_with_set_grad_enabled(False, submod_0, x, w)[0]        # submod_0: linear(x, w)
+    after:   detach = aten.detach(x); detach_1 = aten.detach(w); y = linear(detach, detach_1)
+    """
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        name = node.target.name()
+        if name == "wrap_with_set_grad_enabled":
+            inline(node, node.args[1], node.args[2:], module, grad=node.args[0])
+        elif name == "wrap_with_autocast" and not node.args[2]:
+            inline(node, node.args[4], node.args[5:], module, grad=True)
+        else:
+            what = "torch.autocast" if "autocast" in name else f"the operator {name!r}"
+            raise CaptureError(f"the model uses {what} inside forward, which is not supported", where=place(node) or inner_place(module, node))
+    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.op == "call_function")
+    module.recompile()
+
+
+def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule, grad: bool) -> None:
+    inner: fx.GraphModule = getattr(parent, body.target)
+    inline_regions(inner)
+    graph = parent.graph
+    placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    mapping = dict(zip(placeholders, operands))
+    with graph.inserting_before(node):
+        if not grad:
+            mapping = {p: detached(graph, o, p.meta) for p, o in mapping.items()}
+        for old in inner.graph.nodes:
+            if old.op == "call_function":
+                new = mapping[old] = graph.node_copy(old, lambda n: mapping[n])
+                if not new.meta.get("nn_module_stack"):
+                    new.meta["nn_module_stack"] = node.meta.get("nn_module_stack")
+            elif old.op == "output":
+                results = pytree.tree_map_only(fx.Node, lambda n: mapping[n], old.args[0])
+    for user in list(node.users):
+        index = user.args[1]
+        user.replace_all_uses_with(results[index])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def detached(graph: fx.Graph, value: Any, meta: dict) -> Any:
+    if not isinstance(value, fx.Node) or not isinstance(meta.get("val"), torch.Tensor) or not meta["val"].is_floating_point():
+        return value
+    new = graph.call_function(aten.detach.default, (value,))
+    new.meta = {"val": meta["val"], "nn_module_stack": value.meta.get("nn_module_stack"), "stack_trace": value.meta.get("stack_trace")}
+    return new
+
+
+# --- what can't be a program ---------------------------------------------------------------------------------------------
+
+
+def is_mutating(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def refuse_data_dependent(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        symbolic = isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if symbolic or any(isinstance(size, torch.SymInt) for t in tensors(val) for size in t.shape):
+            raise CaptureError(
+                f"{node.target} gives a {'number' if symbolic else 'size'} that depends on the data",
+                where=place(node) or None,
+                hint="every shape must be known before the step: use torch.where or a mask instead of selecting elements",
+            )
+
+
+def refuse_batch_statistics(exported) -> None:
+    buffers = exported.graph_signature.inputs_to_buffers
+    for node in exported.graph.nodes:
+        if node.target is aten.batch_norm.default and node.args[5]:
+            buffer = next((buffers[a.name] for a in node.args[3:5] if isinstance(a, fx.Node) and a.name in buffers), None)
+            if buffer:
+                raise mutated("buffer", buffer, place(node))
+
+
+def refuse_mutation(exported, leaf_name: Callable[[tuple], str]) -> None:
+    signature = exported.graph_signature
+    arguments = pytree.tree_unflatten(list(signature.user_inputs), exported.call_spec.in_spec)[0]
+    names = {placeholder: leaf_name(path) for path, placeholder in pytree.tree_flatten_with_path(arguments)[0]}
+    for kind, outputs in (
+        ("buffer", signature.buffers_to_mutate),
+        ("parameter", getattr(signature, "parameters_to_mutate", {})),
+        ("input", signature.user_inputs_to_mutate),
+    ):
+        for node_name, target in outputs.items():
+            node = next(n for n in exported.graph.nodes if n.name == node_name)
+            raise mutated(kind, names.get(target, target), place(node))
+
+
+def mutated(kind: str, target: str, where: str) -> CaptureError:
+    name = target.removeprefix("model.")
+    module = name.rpartition(".")[0]
+    return CaptureError(
+        f"forward changes the {kind} {name!r}" + (f" of module {module!r}" if kind != "input" and module else ""),
+        where=where or None,
+        hint="state that forward updates is not supported: use eval() for this module, or a norm without running statistics"
+        if kind == "buffer"
+        else "work on a copy: use the out-of-place form of the operation",
+    )
+
+
+# --- one flat graph --------------------------------------------------------------------------------------------------------
+
+
+def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node]]:
+    """A new graph: one placeholder per param that is read and per tensor input, ops, one flat output."""
+    by_name = {name: param for param in params for name in param.names}
+    source = exported.graph
+    old = {n.name: n for n in source.nodes if n.op == "placeholder"}
+    graph = fx.Graph()
+    mapping: dict[fx.Node, Any] = {}
+    read: dict[Param, fx.Node] = {}
+    inputs: dict[str, fx.Node] = {}
+
+    def placeholder(name: str, like: fx.Node) -> fx.Node:
+        node = graph.placeholder(re.sub(r"\W", "_", name))
+        node.meta["val"] = plain(like.meta["val"], like.meta["val"].fake_mode)
+        return node
+
+    user: list[fx.Node] = []
+    reads: dict[str, list[fx.Node]] = {}
+    numbers: dict[fx.Node, torch.Tensor] = {}
+    for spec in exported.graph_signature.input_specs:
+        node = old[spec.arg.name]
+        if spec.kind is InputKind.USER_INPUT:
+            user.append(node)
+            continue
+        if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            raise CaptureError(f"the model holds {spec.target!r}, which is no tensor but a {spec.kind.name.lower()}")
+        if not node.users:
+            continue
+        name = spec.target.removeprefix("model.")
+        if spec.kind is InputKind.CONSTANT_TENSOR and is_number(exported.constants[spec.target]):
+            numbers[node] = exported.constants[spec.target]
+            continue
+        param = by_name.get(name)
+        if param is None:
+            val = node.meta["val"]
+            param = by_name[name] = Param((name,), tuple(val.shape), val.dtype, False, "constant", persistent=False)
+        reads.setdefault(param.name, []).append(node)
+    for param in dict.fromkeys(by_name.values()):  # in the model's own order
+        for node in reads.get(param.name, ()):
+            if param not in read:
+                read[param] = placeholder(param.name, node)
+            mapping[node] = read[param]
+
+    arguments = pytree.tree_unflatten(user, exported.call_spec.in_spec)[0]
+    for path, node in pytree.tree_flatten_with_path(arguments)[0]:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            name = leaf_name(path)
+            mapping[node] = inputs[name] = placeholder(name, node)
+
+    mode = next(n.meta["val"].fake_mode for n in source.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    for node, number in numbers.items():
+        new = mapping[node] = graph.call_function(aten.full.default, ([], number.item()), {"dtype": number.dtype})
+        new.meta = {"val": plain(node.meta["val"], mode), "module": "", "source": ""}
+    for node in source.nodes:
+        if node.op == "call_function":
+            new = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+            new.meta = {"val": pytree.tree_map_only(torch.Tensor, lambda t: plain(t, mode), node.meta.get("val"))}
+            new.meta["module"] = module_path(node)
+            new.meta["source"] = source_line(node)
+    leaves = next(n for n in source.nodes if n.op == "output").args[0]
+    graph.output([mapping[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves])
+    return graph, read, inputs
+
+
+def is_number(constant: Any) -> bool:
+    """Whether a constant is a number that can be written into the graph, such as that of ``torch.tensor(2.0)``."""
+    return isinstance(constant, torch.Tensor) and constant.dim() == 0 and constant.device.type != "meta" and not constant.is_complex()
+
+
+def plain(val: torch.Tensor, mode) -> torch.Tensor:
+    """The same fake tensor on the device ``cpu``, whatever the model's: a program is for no device, and devices must not mix."""
+    if val.device.type == "cpu":
+        return val
+    with mode:
+        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
+
+
+def annotate(graph: fx.Graph, read: dict[Param, fx.Node]) -> None:
+    """Set meta["grad"]: a floating value has a gradient if an operand has, and nothing cuts it."""
+    trainable = {node for param, node in read.items() if param.requires_grad}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["grad"] = node in trainable
+        elif node.op == "call_function":
+            node.meta["grad"] = (
+                node.target is not aten.detach.default
+                and any(operand.meta["grad"] for operand in node.all_input_nodes)
+                and any(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
+            )
+
+
+def module_path(node: fx.Node) -> str:
+    """The user's module that runs the op: ``transformer.h.0.attn``; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0].split("@")[0]
+    return path.removeprefix("model").removeprefix(".")
+
+
+_SOURCES: dict[str, str] = {}
+
+
+def source_line(node: fx.Node) -> str:
+    """``modeling_gpt2.py:187: code``: the innermost frame of the user's, or of a library that is not torch."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return ""
+    if trace not in _SOURCES:
+        frames = [f for f in FRAME.findall(trace) if not f[0].startswith(OURS) and not f[0].startswith("<")]
+        _SOURCES[trace] = f"{Path(frames[-1][0]).name}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
+    return _SOURCES[trace]
+
+
+def inner_place(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """Where the first op inside a region is."""
+    bodies = (getattr(module, a.target) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
+    return next((place(n) for body in bodies for n in body.graph.nodes if n.op == "call_function" and place(n)), None)
+
+
+def place(node: fx.Node) -> str:
+    """Where a node of the exported graph is in the user's code, for errors."""
+    module, source = module_path(node), source_line(node)
+    return f"{module} ({source})" if module and source else module or source

@@ -1,0 +1,82 @@
+"""The mesh of devices: three named axes, and which rank stands where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from autoshard.errors import MeshError
+
+AXES = ("data", "tensor", "pipeline")
+SHARDED_AXES = ("data", "tensor")
+"""The axes along which values are placed; the pipeline axis divides the graph instead."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``data x tensor x pipeline`` ranks; tensor is fastest in rank order, then data, then pipeline.
+
+    >>> Mesh(4, 2, 2).coords(5)
+    (2, 1, 0)
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self):
+        for axis, size in zip(AXES, self.shape):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise MeshError(
+                    f"mesh axis {axis!r} has size {size!r}; it must be a positive integer",
+                    hint="write the mesh as (data, tensor, pipeline), for example (4, 2, 2)",
+                )
+
+    @classmethod
+    def of(cls, mesh: Mesh | tuple | list | dict | str) -> Mesh:
+        """Read a mesh from a tuple, a dict of axis names, or text such as ``"4,2,2"``; missing axes are 1."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, str):
+            try:
+                mesh = tuple(int(part) for part in mesh.replace("x", ",").split(","))
+            except ValueError:
+                raise MeshError(
+                    f"can't read the mesh {mesh!r}", hint="write data,tensor,pipeline, for example 4,2,2"
+                ) from None
+        if isinstance(mesh, dict):
+            unknown = sorted(set(mesh) - set(AXES))
+            if unknown:
+                raise MeshError(f"unknown mesh axes {', '.join(map(repr, unknown))}", hint=f"the axes are {', '.join(AXES)}")
+            return cls(**mesh)
+        if not isinstance(mesh, (tuple, list)) or not 1 <= len(mesh) <= 3:
+            raise MeshError(f"can't read the mesh {mesh!r}", hint="write (data, tensor, pipeline), for example (4, 2, 2)")
+        return cls(*mesh)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.data, self.tensor, self.pipeline)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Sizes of the axes along which values are placed: (data, tensor)."""
+        return (self.data, self.tensor)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def coords(self, rank: int) -> tuple[int, int, int]:
+        """(data, tensor, pipeline) coordinates of a rank."""
+        return (rank // self.tensor % self.data, rank % self.tensor, rank // (self.tensor * self.data))
+
+    def rank(self, data: int, tensor: int, pipeline: int) -> int:
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only along ``axis``, in order."""
+        at = dict(zip(AXES, self.coords(rank)))
+        return tuple(self.rank(**{**at, axis: i}) for i in range(getattr(self, axis)))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.shape))

@@ -1,0 +1,1 @@
+"""Strategies and hardware in, plan out."""

@@ -1,0 +1,34 @@
+"""Which numbers of micro-batches are worth planning for."""
+
+from __future__ import annotations
+
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.program import Program
+
+
+def batch_of(program: Program) -> int | None:
+    """Samples in the (whole) batch of a program; None if no input has a batch dim."""
+    return next((i.shape[i.batch_dim] for i in program.inputs.values() if i.batch_dim is not None), None)
+
+
+def microbatch_candidates(program: Program, mesh: Mesh, asked: int | None) -> list[int]:
+    """The user's number, or 1 without a pipeline, or divisors of the batch near 2, 4 and 8 times the stages, most promising first.
+
+    With a pipeline every micro-batch should still give each data rank a sample; where no divisor does, fewer samples will do.
+    """
+    if asked is not None:
+        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+            raise PlanError(f"microbatches={asked!r} is not a positive number")
+        return [asked]
+    batch = batch_of(program)
+    if mesh.pipeline == 1 or batch is None:
+        return [1]
+    divisors = [m for m in range(1, batch + 1) if batch % m == 0]
+    roomy = [m for m in divisors if batch // m >= mesh.data and (batch // m) % mesh.data == 0] or divisors
+    found = []
+    for want in (4 * mesh.pipeline, 2 * mesh.pipeline, 8 * mesh.pipeline):
+        nearest = min(roomy, key=lambda m: (abs(m - want), -m))
+        if nearest not in found:
+            found.append(nearest)
+    return found

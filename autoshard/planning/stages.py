@@ -1,0 +1,129 @@
+"""Where the pipeline may be cut, and where it is: blocks between narrow places of the graph, handed to the cut solver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from autoshard.cluster import Cluster
+from autoshard.cost.communication import send
+from autoshard.cost.memory import state_bytes
+from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.placement import local_shape
+from autoshard.planning.problem import move_seconds
+from autoshard.program import Program, is_getitem, operands, result_of, tensors, where
+from autoshard.rules.notation import Strategy
+from autoshard.solvers.cuts import Boundary, CutProblem, Item
+
+Priced = dict[fx.Node, tuple[float, float]]
+"""Per op: (seconds of one micro-batch forward and backward, bytes saved for backward)."""
+
+
+@dataclass
+class Blocks:
+    """The ops in order, grouped between legal cut points, and the cut problem over them."""
+
+    groups: list[list[fx.Node]]
+    problem: CutProblem
+
+    def stages(self, first: tuple[int, ...]) -> dict[fx.Node, int]:
+        """Stage of every op, given the first block of each stage."""
+        out = {}
+        for i, group in enumerate(self.groups):
+            stage = sum(1 for f in first if f <= i) - 1
+            out.update(dict.fromkeys(group, stage))
+        return out
+
+
+def alive_across(program: Program, pure: set[fx.Node]) -> list[tuple[fx.Node, list[fx.Node]]]:
+    """For each op, the values that a cut right behind it would have to send."""
+    ops = program.ops
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(ops):
+        for x in node.all_input_nodes:
+            last[x] = i
+    for x in program.output.all_input_nodes:
+        last[x] = len(ops)
+    out, alive = [], []
+    for i, node in enumerate(ops):
+        if node not in pure and last.get(node, -1) > i:
+            alive.append(node)
+        alive = [n for n in alive if last[n] > i]
+        out.append((node, list(alive)))
+    return out
+
+
+def blocks(
+    program: Program,
+    pure: set[fx.Node],
+    chosen: dict[fx.Node, Strategy],
+    priced: Priced,
+    mesh: Mesh,
+    cluster: Cluster,
+    limit: float | None,
+) -> Blocks:
+    """The cut problem. Raises PlanError if the graph has fewer legal cut points than the mesh has cuts."""
+    ops = program.ops
+    alive = alive_across(program, pure)
+    sizes = [sum(_bytes(n, chosen, mesh) for n in values) for _, values in alive]
+    window = max(1, len(ops) // (4 * mesh.pipeline))
+    tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
+    legal = []
+    for i, (_, values) in enumerate(alive[:-1]):
+        narrow = min((s for s in sizes[max(0, i - window) : i + window + 1] if s), default=0.0)
+        legal.append(bool(values) and sizes[i] <= narrow and not any(v in tuples for v in values))
+    if sum(legal) < mesh.pipeline - 1:
+        legal = [bool(values) and not any(v in tuples for v in values) for _, values in alive[:-1]]
+    cuts = sum(legal)
+    if cuts < mesh.pipeline - 1:
+        at = next((n for n in ops if n not in pure), ops[0])
+        raise PlanError(
+            f"the mesh has pipeline={mesh.pipeline}, which needs {mesh.pipeline - 1} cuts; the model has only {cuts} legal cut points",
+            where=where(at),
+            hint=f"use a pipeline axis of at most {cuts + 1}",
+        )
+    groups: list[list[fx.Node]] = [[]]
+    bounds: list[Boundary] = []
+    for i, node in enumerate(ops):
+        groups[-1].append(node)
+        if i + 1 < len(ops) and legal[i]:
+            # the stage before the cut sends forward, the one behind it backward: each is charged one way
+            seconds = sum(send(_bytes(v, chosen, mesh), mesh, cluster).seconds for v in alive[i][1])
+            bounds.append(Boundary(seconds, True))
+            groups.append([])
+    seen: set[fx.Node] = set()
+    items = [_item(program, group, chosen, priced, mesh, cluster, seen) for group in groups]
+    return Blocks(groups, CutProblem(tuple(items), tuple(bounds), mesh.pipeline, program.microbatches, limit))
+
+
+def _bytes(node: fx.Node, chosen, mesh: Mesh) -> float:
+    producer, index = result_of(node)
+    val = tensors(producer.meta["val"])[index]
+    return prod(local_shape(tuple(val.shape), chosen[producer].results[index], mesh.sizes, (0, 0))) * val.element_size()
+
+
+def _item(program: Program, group, chosen, priced: Priced, mesh: Mesh, cluster: Cluster, seen: set[fx.Node]) -> Item:
+    seconds = once = resident = activation = 0.0
+    for node in group:
+        if is_getitem(node):
+            continue
+        time, saved = priced[node]
+        seconds += time
+        activation += saved
+        for x, layout in zip(operands(node), chosen[node].operands):
+            producer, index = result_of(x)
+            src = chosen[producer].results[index]
+            found = move_seconds(program, (producer, index), src, layout, mesh, cluster)
+            forward, backward, step = found or (0.0, 0.0, 0.0)
+            seconds += forward + backward
+            if x.name in program.params and x not in seen:
+                seen.add(x)
+                once += step
+                param = program.params[x.name]
+                held = prod(local_shape(param.shape, src, mesh.sizes, (0, 0)))
+                state = state_bytes(held, x.meta["val"].element_size(), trainable=param.requires_grad)
+                resident += sum(state.values())
+    return Item(seconds, once, resident, activation)

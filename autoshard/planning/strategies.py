@@ -1,0 +1,279 @@
+"""Every node gets the strategies that the mesh's axes may use: the rules, with blocked shards where views and splits call for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import product as cartesian
+
+from torch import fx
+
+from autoshard.errors import PlacementError
+from autoshard.mesh import SHARDED_AXES, Mesh
+from autoshard.placement import R_STAR, Layout, Placement, R, S, legal, parse_placement
+from autoshard.program import Program, is_getitem, operands, result_of, shape_of, tensors, where
+from autoshard.rules import rule_for
+from autoshard.rules.notation import Choice, OpRule, Strategy, choices, strategies
+
+Key = tuple[fx.Node, int]  # a value: (producing node, result index)
+
+
+@dataclass
+class Annotated:
+    """A node with what it may do. ``inputs`` are its operand values; placeholders have none, the output node has no results."""
+
+    node: fx.Node
+    rule: OpRule | None
+    inputs: tuple[Key, ...]
+    strategies: tuple[Strategy, ...]
+
+
+def plain(layout: Layout, grad: bool, sizes: tuple[int, ...]) -> Layout:
+    """The layout in its one spelling: R along axes of size 1, and no R* for a value without a gradient."""
+    return tuple(R if k == 1 or (p == R_STAR and not grad) else p for p, k in zip(layout, sizes))
+
+
+def annotate(program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | None = None) -> dict[fx.Node, Annotated]:
+    """The legal strategies of every placeholder, op and of the output, on axes (data, tensor)."""
+    sizes = mesh.sizes
+    rules = {n: rule_for(n) for n in program.ops if not is_getitem(n)}
+    blocks = _block_candidates(rules, sizes)
+    per_axis = {n: [_axis_choices(n, rule, k, blocks) for k in sizes] for n, rule in rules.items()}
+    for node in rules:
+        per_axis[node][1] = _leave_batch_to_data(node, rules[node], per_axis[node][1])
+    for axis in range(len(sizes)):
+        if sizes[axis] > 1:
+            _prune(program, rules, per_axis, axis)
+    out: dict[fx.Node, Annotated] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            out[node] = Annotated(node, None, (), _stored(program, node, sizes, blocks))
+        elif node in rules:
+            inputs = operands(node)
+            found = strategies(
+                rules[node],
+                tuple(per_axis[node]),
+                sizes,
+                tuple(map(shape_of, inputs)),
+                tuple(tuple(v.shape) for v in tensors(node.meta["val"])),
+            )
+            out[node] = Annotated(node, rules[node], tuple(map(result_of, inputs)), _plain(found, inputs, node, sizes))
+        elif node.op == "output":
+            out[node] = _demands(program, node, sizes)
+    _pin(program, out, pins or {})
+    _split_heavy(out)
+    return out
+
+
+def _split_heavy(annotated: dict[fx.Node, Annotated], exempt: float = 0.02) -> None:
+    """A mesh is a demand: ops that hold 98 % of the matmul FLOPs are divided by every axis that can divide them.
+
+    A model large enough for its mesh is planned so anyway. A small one would be cheapest replicated, with nothing gained by the mesh that was
+    asked for.
+    """
+    heavy = sorted((item for item in annotated.values() if item.rule and item.rule.flops), key=lambda item: item.rule.flops)
+    left = exempt * sum(item.rule.flops for item in heavy)
+    for item in heavy:
+        left -= item.rule.flops
+        if left < 0:
+            ways = [sum(c.name.startswith("shard") for c in s.choices) for s in item.strategies]
+            item.strategies = tuple(s for s, n in zip(item.strategies, ways) if n == max(ways))
+
+
+def _plain(found, inputs, node: fx.Node, sizes) -> tuple[Strategy, ...]:
+    """Strategies in plain spelling, without those that differ in nothing."""
+    unique: dict[tuple, Strategy] = {}
+    for s in found:
+        ins = tuple(plain(layout, bool(x.meta.get("grad")), sizes) for layout, x in zip(s.operands, inputs))
+        outs = tuple(plain(layout, bool(node.meta.get("grad")), sizes) for layout in s.results)
+        unique.setdefault((ins, outs), Strategy(s.choices, ins, outs))
+    return tuple(unique.values())
+
+
+def _axis_choices(node: fx.Node, rule: OpRule, k: int, blocks) -> tuple[Choice, ...]:
+    if k == 1:
+        return choices(rule, 1)
+    inputs = operands(node)
+    per_factor: dict[str, set[int]] = defaultdict(lambda: {1})
+    for spec, key in [*zip(rule.operands, map(result_of, inputs)), *((s, (node, i)) for i, s in enumerate(rule.results))]:
+        for factor, b, _ in _factor_blocks(rule, spec, key, blocks):
+            per_factor[factor].add(b)
+    return choices(rule, k, {f: tuple(sorted(bs)) for f, bs in per_factor.items()})
+
+
+def _leave_batch_to_data(node: fx.Node, rule: OpRule, options: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """The tensor axis divides what is not the batch, unless a matmul has nothing else to divide.
+
+    An axis's name says what it is for. Where memory allows it, the batch is the cheapest thing to cut along every axis, and a mesh of
+    (1, 8) would be planned as if it were (8, 1).
+    """
+    marks = [*(result_of(x)[0].meta.get("batch", R) for x in operands(node)), *(node.meta.get("batch", R) for _ in rule.results)]
+    kept = tuple(c for c in options if not any(p.is_shard and p == mark for p, mark in zip(c.operands + c.results, marks)))
+    return kept if not rule.flops or any(c.name.startswith("shard") for c in kept) else options
+
+
+# --- blocked shards: which block counts are worth trying ---------------------------------------------------------------
+
+
+def _factor_blocks(rule: OpRule, spec, key: Key, blocks):
+    """(factor, its own block count, dim) for every candidate block count of the dims of a value, as this op sees them."""
+    for dim, group in enumerate(spec):
+        for total in blocks.get((*key, dim), ()):
+            before = 1
+            for factor in group:
+                size = rule.sizes[factor]
+                if total % before == 0 and 1 < total // before < size and size % (total // before) == 0:
+                    yield factor, total // before, dim
+                before *= size
+
+
+def _block_candidates(rules: dict[fx.Node, OpRule], sizes) -> dict[tuple, set[int]]:
+    """Block counts by (node, result, dim): seeded by the groups of views, splits and joins, then spread through the ops that share the dim."""
+    cuts = [k for k in sizes if k > 1]
+    blocks: dict[tuple, set[int]] = defaultdict(set)
+    sides = {}
+    for node, rule in rules.items():
+        keys = [*map(result_of, operands(node)), *((node, i) for i in range(len(rule.results)))]
+        sides[node] = list(zip(rule.operands + rule.results, keys))
+        for spec, key in sides[node]:
+            for dim, group in enumerate(spec):
+                before = 1
+                for factor in group:
+                    size = rule.sizes[factor]
+                    if before > 1 and factor not in rule.fixed and any(size % k == 0 for k in cuts):
+                        blocks[(*key, dim)].add(before)
+                    before *= size
+    order = list(rules)
+    for _ in range(6):  # forward and back again; chains of views deeper than this are of no use to anyone
+        changed = False
+        for node in order:
+            rule = rules[node]
+            found = {(f, b) for spec, key in sides[node] for f, b, _ in _factor_blocks(rule, spec, key, blocks) if f not in rule.fixed}
+            for f, b in found:
+                if not any((rule.sizes[f] // b) % k == 0 for k in cuts):
+                    continue
+                for spec, key in sides[node]:
+                    for dim, group in enumerate(spec):
+                        if f in group:
+                            total = b
+                            for g in group[: group.index(f)]:
+                                total *= rule.sizes[g]
+                            if total not in blocks[(*key, dim)] and len(blocks[(*key, dim)]) < 6:
+                                blocks[(*key, dim)].add(total)
+                                changed = True
+        order.reverse()
+        if not changed:
+            break
+    return blocks
+
+
+def _prune(program: Program, rules, per_axis, axis: int) -> None:
+    """Drop choices that lead nowhere: a blocked shard that no neighbour speaks, a view's shard that no consumer wants."""
+    consumers: dict[Key, list[tuple[fx.Node, int]]] = defaultdict(list)
+    for node in rules:
+        for i, x in enumerate(operands(node)):
+            consumers[result_of(x)].append((node, i))
+    leaves = {result_of(x) for x in program.leaves if isinstance(x, fx.Node)}
+
+    def accepted(key: Key) -> set[Placement] | None:
+        """Shards that some consumer demands; None if the value leaves the program."""
+        if key in leaves:
+            return None
+        return {c.operands[i] for node, i in consumers[key] for c in per_axis[node][axis]}
+
+    def produced(key: Key) -> set[Placement] | None:
+        node, index = key
+        return None if node not in rules else {c.results[index] for c in per_axis[node][axis]}
+
+    def useful(choice: Choice, wanted: list, made: list, view: bool) -> bool:
+        for p, w in zip(choice.results, wanted):
+            if p.is_shard and (p.blocks > 1 or view) and w is not None and p not in w:
+                return False
+        return not any(p.is_shard and p.blocks > 1 and m is not None and p not in m for p, m in zip(choice.operands, made))
+
+    changed = True
+    while changed:
+        changed = False
+        for node in reversed(list(rules)):
+            view = rules[node].flops == 0 and not rules[node].saved
+            wanted = [accepted((node, i)) for i in range(len(rules[node].results))]
+            made = [produced(result_of(x)) for x in operands(node)]
+            kept = tuple(c for c in per_axis[node][axis] if useful(c, wanted, made, view))
+            if len(kept) < len(per_axis[node][axis]):
+                per_axis[node][axis] = kept
+                changed = True
+
+
+# --- placeholders and the output ---------------------------------------------------------------------------------------
+
+
+def _stored(program: Program, node: fx.Node, sizes, blocks) -> tuple[Strategy, ...]:
+    """How a parameter or input may be held: whole or cut. Parameters are whole along data: their state there is ZeRO's business."""
+    shape = shape_of(node)
+    per_axis = []
+    for axis, k in zip(SHARDED_AXES, sizes):
+        held = [R]
+        extra = node.name not in program.params and node.name not in program.inputs  # a value of the prologue comes whole
+        if k > 1 and not extra and not (node.name in program.params and axis == "data"):
+            for dim, n in enumerate(shape):
+                held += [S(dim, b) for b in sorted({1, *blocks.get((node, 0, dim), ())}) if n % b == 0 and n // b >= k]
+        per_axis.append([Choice(str(p), (), (p,)) for p in held])
+    out = []
+    for combo in cartesian(*per_axis):
+        layout = tuple(c.results[0] for c in combo)
+        if legal(layout, shape, sizes):
+            out.append(Strategy(combo, (), (layout,)))
+    return tuple(out)
+
+
+def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
+    """The loss must come out whole; without a loss every output must."""
+    leaves = program.leaves
+    wanted = leaves if program.loss is None else [leaves[program.loss]]
+    inputs = tuple(result_of(x) for x in wanted if isinstance(x, fx.Node))
+    whole = tuple(R for _ in sizes)
+    choice = Choice("replicate", (R,) * len(inputs), ())
+    return Annotated(node, None, inputs, (Strategy((choice,) * len(sizes), (whole,) * len(inputs), ()),))
+
+
+def _pin(program: Program, annotated: dict[fx.Node, Annotated], pins: dict[str, dict[str, str]]) -> None:
+    """Keep only the strategies that leave a pinned parameter, input or module output in its pinned placement."""
+    for name, axes in pins.items():
+        node = _find(program, name)
+        for axis, text in axes.items():
+            if axis not in SHARDED_AXES:
+                raise PlacementError(f"pin of {name!r}: no axis {axis!r}", hint=f"values are placed along {' and '.join(SHARDED_AXES)}")
+            wanted, index = parse_placement(text), SHARDED_AXES.index(axis)
+            item = annotated[node]
+            kept = tuple(s for s in item.strategies if s.results[0][index] == wanted)
+            if not kept:
+                possible = sorted({str(s.results[0][index]) for s in item.strategies})
+                raise PlacementError(
+                    f"{name!r} of shape {list(shape_of(node))} can't be {wanted} along {axis} (of size {program.mesh.sizes[index]}); "
+                    f"possible: {', '.join(possible)}",
+                    where=where(node),
+                    hint="pin one of the possible placements, or choose another mesh",
+                )
+            item.strategies = kept
+
+
+def _find(program: Program, name: str) -> fx.Node:
+    """The node that a pin names: a parameter, buffer or input by any of its names, or the last op of a module."""
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            param = program.params.get(node.name)
+            if (param and name in param.names) or (node.name in program.inputs and program.inputs[node.name].name == name):
+                return node
+    inside = [n for n in program.ops if n.meta.get("module") == name or n.meta.get("module", "").startswith(name + ".")]
+    inside = [n for n in inside if not is_getitem(n) and len(tensors(n.meta["val"])) == 1]
+    if inside:
+        return inside[-1]
+    from difflib import get_close_matches
+
+    known = [n for p in program.params.values() for n in p.names] + [i.name for i in program.inputs.values()]
+    known += sorted({n.meta["module"] for n in program.ops if n.meta.get("module")})
+    close = get_close_matches(name, known, 3)
+    raise PlacementError(
+        f"pin of {name!r}: no parameter, buffer, input or module has that name",
+        hint=f"did you mean {', '.join(close)}?" if close else "names are those of model.named_parameters() and model.named_modules()",
+    )

@@ -1,0 +1,262 @@
+"""Price a rewritten program: what each op, collective, stage and rank will cost. Estimates, from the cost model alone.
+
+Works on the graph in which conversions are explicit, not on the solver's numbers, so that a wrong objective would show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from math import prod
+
+from torch import fx
+
+from autoshard import ops
+from autoshard.cluster import Cluster
+from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send
+from autoshard.cost.compute import op_costs, optimizer_seconds
+from autoshard.cost.memory import in_flight, rank_memory, saved_bytes, state_bytes, transient_bytes
+from autoshard.cost.pipeline import bubble_share, step_seconds
+from autoshard.errors import InfeasibleError
+from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import crossing
+from autoshard.placement import R, format_layout, local_shape
+from autoshard.planning.plan import CollectiveRow, OpRow, Plan, StageRow
+from autoshard.program import Program, is_getitem, operands, tensors
+from autoshard.rules import rule_for
+from autoshard.rules.notation import Choice, Strategy
+
+
+def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
+    """Fill in the predictions of ``plan`` from its converted ``program`` (of one micro-batch)."""
+    mesh = plan.mesh
+    costs: dict[int, list] = defaultdict(list)
+    plan.ops, plan.collectives = [], []
+    per_stage = {s: {"compute": 0.0, "data": 0.0, "tensor": 0.0} for s in range(mesh.pipeline)}
+    whole_seconds = 0.0
+    for node in program.ops:
+        if is_getitem(node):
+            continue
+        stage = node.meta["stage"]
+        if node.target is ops.convert:
+            for step in _steps(node, mesh, cluster):
+                per_stage[stage][step.axis] += step.seconds
+                if not step.local:
+                    taken = node.meta["step"]
+                    path = f"{format_layout(taken.before)} -> {format_layout(taken.after)}"
+                    why = f"{node.meta['of']}: {path}, wanted by {node.meta['wanted_by']}"
+                    plan.collectives.append(_row(step, node, plan, stage, why, plan.microbatches))
+            continue
+        strategy, rule = node.meta["strategy"], rule_for(node)
+        cost = op_costs(node, rule, (strategy,), mesh.sizes, cluster)[0]
+        costs[stage].append(cost)
+        per_stage[stage]["compute"] += cost.forward + cost.backward
+        itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
+        for step in kernel_steps(strategy, itemsize, mesh, cluster):
+            per_stage[stage][step.axis] += step.seconds
+            plan.collectives.append(_row(step, node, plan, stage, f"inside {node.target}", plan.microbatches))
+        one = op_costs(node, rule, (_whole(strategy),), (1, 1), cluster)[0]
+        whole_seconds += (one.forward + one.backward) * plan.microbatches
+        plan.ops.append(_op_row(node, program, cost))
+    _sends(plan, program, mesh, cluster)
+    once = _weights(plan, program, mesh, cluster, costs)
+    _totals(plan, mesh, cluster, per_stage, once, whole_seconds, program)
+    return plan
+
+
+def _whole(strategy: Strategy) -> Strategy:
+    nothing = (R, R)
+    choice = Choice("replicate", (R,) * len(strategy.operands), (R,) * len(strategy.results))
+    return Strategy((choice, choice), (nothing,) * len(strategy.operands), (nothing,) * len(strategy.results))
+
+
+def _op_row(node: fx.Node, program: Program, cost) -> OpRow:
+    strategy = node.meta["strategy"]
+    weights = {}
+    for x in operands(node):
+        source = x
+        while source.target is ops.convert:
+            source = source.args[0]
+        if source.name in program.params:
+            weights[program.params[source.name].name] = format_layout(source.meta.get("stored", source.meta["layouts"][0]))
+    return OpRow(
+        node=node.name,
+        op=str(node.target).rsplit(".", 1)[0],
+        module=node.meta.get("module", ""),
+        source=node.meta.get("source", ""),
+        stage=node.meta["stage"],
+        choices=[c.name for c in strategy.choices],
+        layout=format_layout(strategy.results[0]) if strategy.results else "",
+        operands=[format_layout(layout) for layout in strategy.operands],
+        weights=weights,
+        flops=cost.flops,
+        split=cost.split,
+        forward=cost.forward,
+        backward=cost.backward,
+    )
+
+
+def _row(step, node: fx.Node, plan: Plan, stage: int, why: str, runs: int) -> CollectiveRow:
+    return CollectiveRow(
+        step.kind, step.axis, node.name, node.meta.get("module", ""), node.meta.get("source", ""), why, step.direction, stage, step.nbytes,
+        step.seconds, runs,
+    )  # fmt: skip
+
+
+def _steps(node: fx.Node, mesh: Mesh, cluster: Cluster):
+    step = node.meta["step"]
+    val = node.meta["val"]
+    return conversion_steps(step.before, step.after, tuple(val.shape), val.element_size(), mesh, cluster, bool(node.meta.get("grad"))) or ()
+
+
+def _sends(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster) -> None:
+    """Rows of what crosses the cuts; the sender is charged forward, the receiver backward."""
+    if mesh.pipeline == 1:
+        return
+    stage_of = {n: n.meta["stage"] for n in program.ops}
+    for s, values in enumerate(crossing(program, stage_of, mesh.pipeline)):
+        for node in values:
+            val = tensors(node.meta["val"])[0]
+            nbytes = prod(local_shape(tuple(val.shape), node.meta["layouts"][0], mesh.sizes, (0, 0))) * val.element_size()
+            for direction, at in (("forward", s), ("backward", s + 1))[: 2 if node.meta.get("grad") else 1]:
+                step = send(nbytes, mesh, cluster, direction)
+                plan.collectives.append(_row(step, node, plan, at, f"cut between stages {s} and {s + 1}", plan.microbatches))
+
+
+def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) -> list[float]:
+    """Stage rows: memory, gradient sums and optimizer; returns seconds once a step by stage."""
+    users: dict[fx.Node, set[int]] = defaultdict(set)
+    for node in program.ops:
+        for x in node.all_input_nodes:
+            if x.name in program.params:
+                users[x].add(node.meta["stage"])
+    plan.stage_rows, once = [], []
+    for s in range(mesh.pipeline):
+        here = [n for n, stages in users.items() if s in stages]
+        states, elements = [], 0
+        buckets: dict[tuple[str, ...], float] = defaultdict(float)
+        names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        trained = 0
+        for node in here:
+            param = program.params[node.name]
+            layout = node.meta.get("stored", node.meta["layouts"][0])
+            held = prod(local_shape(param.shape, layout, mesh.sizes, (0, 0)))
+            size = node.meta["val"].element_size()
+            states.append(state_bytes(held, size, trainable=param.requires_grad))
+            elements += held
+            plan.params[param.name] = format_layout(layout)
+            if param.requires_grad:
+                trained += held
+                axes = tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1)
+                if len(users[node]) > 1:
+                    axes = (*axes, "pipeline")
+                if axes:
+                    buckets[axes] += held * size
+                    names[axes].append(param.name)
+        seconds = optimizer_seconds(trained, cluster.device)
+        for axes, nbytes in buckets.items():
+            inner = tuple(a for a in axes if a != "pipeline")
+            for group in filter(None, (inner, ("pipeline",) if "pipeline" in axes else ())):
+                sync = gradient_sync(nbytes, group, mesh, cluster)
+                seconds += sync.seconds
+                count = len(names[axes])
+                why = f"gradients of {names[axes][0]}" + (f" and {count - 1} more" if count > 1 else "")
+                plan.collectives.append(
+                    CollectiveRow(sync.kind, sync.axis, "gradients", "", "", why, "step", s, sync.nbytes, sync.seconds, 1)
+                )
+        flight = in_flight(plan.microbatches, mesh.pipeline, s)
+        activations, transient = saved_bytes(costs[s]), transient_bytes(costs[s])
+        ops_here = [op for op in plan.ops if op.stage == s]
+        named = [op.module for op in ops_here if op.module]
+        plan.stage_rows.append(
+            StageRow(
+                index=s,
+                first=named[0] if named else "",
+                last=named[-1] if named else "",
+                ops=len(ops_here),
+                parameters=elements,
+                seconds=0.0,
+                once=seconds,
+                in_flight=flight,
+                memory=rank_memory(states, activations, flight, transient),
+            )
+        )
+        once.append(seconds)
+    return once
+
+
+def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, once, whole_seconds: float, program: Program) -> None:
+    m = plan.microbatches
+    sends = defaultdict(float)
+    for row in plan.collectives:
+        if row.kind == "send":
+            sends[row.stage] += row.seconds
+    for row in plan.stage_rows:
+        row.seconds = sum(per_stage[row.index].values()) + sends[row.index]
+    stage_seconds = [row.seconds for row in plan.stage_rows]
+    plan.step_seconds = step_seconds(stage_seconds, m, once)
+    plan.bubble = bubble_share(stage_seconds, m) if mesh.pipeline > 1 else 0.0
+    p = mesh.pipeline
+    mean = {k: sum(per_stage[s][k] for s in per_stage) / p * m for k in ("compute", "data", "tensor")}
+    syncs = defaultdict(float)
+    for row in plan.collectives:
+        if row.direction == "step":
+            syncs[row.axis] += row.seconds / p
+    optimizer = sum(once) / p - sum(syncs.values())
+    plan.breakdown = {
+        "compute": mean["compute"],
+        "tensor": mean["tensor"] + syncs.get("tensor", 0.0),
+        "data": mean["data"] + sum(v for k, v in syncs.items() if "data" in k),
+        "pipeline": sum(sends.values()) / p * m + syncs.get("pipeline", 0.0),
+        "optimizer": optimizer,
+    }
+    plan.breakdown["bubble"] = max(0.0, plan.step_seconds - sum(plan.breakdown.values()))
+    trained = sum(prod(q.shape) for q in program.params.values() if q.requires_grad)
+    plan.one_device_seconds = whole_seconds + optimizer_seconds(trained, cluster.device)
+    plan.efficiency = plan.one_device_seconds / (mesh.size * plan.step_seconds) if plan.step_seconds else 0.0
+
+
+def describe(captured, program: Program, title: str, mesh: Mesh, cluster: Cluster, limit: float, m: int, strategies, stages, solver) -> Plan:
+    """A plan with its decisions and what is known of the model; ``program`` is the canonical one of the whole batch."""
+    shapes = [(i.shape, i.batch_dim) for i in program.inputs.values() if i.batch_dim is not None]
+    samples = shapes[0][0][shapes[0][1]] if shapes else 0
+    sequences = [shape for shape, dim in shapes if len(shape) == 2 and dim == 0]
+    return Plan(
+        mesh=mesh,
+        cluster=cluster.name,
+        microbatches=m,
+        schedule="1F1B" if mesh.pipeline > 1 else "none",
+        strategies=strategies,
+        stages=stages,
+        params={},
+        fingerprint=fingerprint(program),
+        model=title,
+        parameter_count=sum(prod(p.shape) for p in captured.params if p.kind == "parameter"),
+        samples=samples,
+        tokens=prod(sequences[0]) if sequences else 0,
+        memory_limit=limit,
+        solver=solver,
+    )
+
+
+def fingerprint(program: Program) -> str:
+    """A hash of the canonical graph: ops, shapes and edges. Equal for equal models and batches, on any machine."""
+    digest = hashlib.sha256()
+    for node in program.graph.nodes:
+        shapes = [(tuple(v.shape), str(v.dtype)) for v in tensors(node.meta.get("val"))]
+        digest.update(repr((node.name, node.op, str(node.target), [x.name for x in node.all_input_nodes], shapes)).encode())
+    return digest.hexdigest()[:16]
+
+
+def check_memory(plan: Plan) -> None:
+    """Raise PlanError, with the stage, the category and the amount, if the fullest rank needs more than the limit."""
+    worst = max(plan.stage_rows, key=lambda s: sum(s.memory.values()))
+    need = sum(worst.memory.values())
+    if need > plan.memory_limit:
+        category, most = max(worst.memory.items(), key=lambda kv: kv[1])
+        gib = 2.0**30
+        raise InfeasibleError(
+            f"the plan does not fit: a rank of stage {worst.index} needs {need / gib:.3g} GiB, the limit is {plan.memory_limit / gib:.3g} GiB, "
+            f"{(need - plan.memory_limit) / gib:.3g} GiB too much; {category} are the largest part, {most / gib:.3g} GiB",
+            hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
+        )

@@ -1,0 +1,143 @@
+"""The program that passes rewrite: an fx graph of ATen ops, and what is known about its values.
+
+Facts live in ``node.meta``:
+
+    val       FakeTensor (or a tuple of them): global shape and dtype before LOCAL, the rank's own after
+    grad      whether a gradient flows through the value (its result requires grad)
+    strategy  autoshard.rules.Strategy, from the plan
+    layouts   tuple of Layout, one per tensor result
+    stage     pipeline stage
+    module    module path, "transformer.h.0.attn"
+    source    the user's own line, "modeling_gpt2.py:187: query_states, ... = self.c_attn(...)"
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter, buffer or constant of the model. ``names`` are all its names, canonical first."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    kind: str  # "parameter" | "buffer" | "constant"
+    persistent: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor input of the model: the user's name for it ("input_ids"), and the dim that holds the batch (None: none)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None = 0
+
+
+@dataclass
+class Program:
+    """A graph and its interface.
+
+    graph: placeholders first (params, then inputs), then ops, then one output node whose args[0] is a flat list of leaves.
+    params / inputs: by placeholder name.
+    loss: index, into the output leaves, of the scalar to be minimised; None if the model returns none.
+    """
+
+    graph: fx.Graph
+    params: dict[str, Param]
+    inputs: dict[str, Input]
+    loss: int | None
+    mesh: Mesh = field(default_factory=Mesh)
+    microbatches: int = 1
+
+    def copy(self) -> Program:
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph, mapping)
+        for old, new in mapping.items():
+            new.meta = copy.copy(old.meta)
+        node = graph.output(output)
+        node.meta = copy.copy(self.output.meta)
+        return Program(graph, dict(self.params), dict(self.inputs), self.loss, self.mesh, self.microbatches)
+
+    @property
+    def output(self) -> fx.Node:
+        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+
+    @property
+    def leaves(self) -> list[Any]:
+        return list(self.output.args[0])
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "call_function"]
+
+
+def tensors(val) -> tuple:
+    """The tensors in ``meta["val"]``: one, or those of a tuple or list."""
+    if isinstance(val, torch.Tensor):
+        return (val,)
+    return tuple(v for v in val if isinstance(v, torch.Tensor)) if isinstance(val, (tuple, list)) else ()
+
+
+def is_getitem(node: fx.Node) -> bool:
+    import operator
+
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of an op in argument order (args, then kwargs); a value used twice is listed twice."""
+    found: list[fx.Node] = []
+
+    def visit(arg):
+        if isinstance(arg, fx.Node):
+            if isinstance(arg.meta.get("val"), torch.Tensor) or is_getitem(arg):
+                found.append(arg)
+        elif isinstance(arg, (tuple, list)):
+            for a in arg:
+                visit(a)
+        elif isinstance(arg, dict):
+            for a in arg.values():
+                visit(a)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found
+
+
+def result_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The value that an operand names: (producing node, result index). getitem nodes are only names."""
+    if is_getitem(node):
+        producer, index = node.args
+        return producer, index
+    return node, 0
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
+
+
+def where(node: fx.Node) -> str:
+    """For errors: node name, module path and the user's source line."""
+    parts = [f"node {node.name!r}"]
+    if node.meta.get("module"):
+        parts.append(f"in {node.meta['module']}")
+    if node.meta.get("source"):
+        parts.append(f"({node.meta['source']})")
+    return " ".join(parts)

@@ -1,0 +1,89 @@
+"""Identical layers shown once: ``transformer.h.0`` to ``transformer.h.11`` become ``transformer.h.0-11``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Rows that read the same but for the number of their layer.
+
+    path: components of the module path, numbers merged: ("transformer", "h", "0-11", "ln_1").
+    key: what is shown of the rows, equal for all of them.
+    rows: the rows themselves, in program order.
+    """
+
+    path: tuple[str, ...]
+    key: Hashable
+    rows: tuple
+
+    @property
+    def block(self) -> str:
+        """The path up to its last layer number ("transformer.h.0-11"); "" outside layers."""
+        return ".".join(self.path[: _depth(self.path)])
+
+    @property
+    def inside(self) -> str:
+        """The path below ``block`` ("ln_1")."""
+        return ".".join(self.path[_depth(self.path) :])
+
+
+def _depth(path: tuple[str, ...]) -> int:
+    return max((i + 1 for i, part in enumerate(path) if part[:1].isdigit()), default=0)
+
+
+def layer_of(module: str) -> str:
+    """The outermost numbered module that holds this one: "transformer.h.3" of "transformer.h.3.attn.c_attn"; "" if there is none."""
+    path = module.split(".")
+    at = next((i for i, part in enumerate(path) if part.isdigit()), None)
+    return "" if at is None else ".".join(path[: at + 1])
+
+
+def fold(rows: Iterable[T], module: Callable[[T], str], key: Callable[[T], Hashable]) -> list[Folded]:
+    """Merge neighbouring layers whose rows have the same keys in the same order; innermost layers first.
+
+    A layer differs if any row does, so folding never hides a decision. Order is that of the first layer's rows.
+    """
+    folded = [Folded(tuple(module(row).split(".")), key(row), (row,)) for row in rows]
+    for depth in reversed(range(max((len(f.path) for f in folded), default=0))):
+        folded = _fold_at(folded, depth)
+    return folded
+
+
+def _fold_at(rows: list[Folded], depth: int) -> list[Folded]:
+    families: dict[tuple[str, ...], dict[int, list[int]]] = {}  # path above the number -> number -> positions of its rows
+    for position, row in enumerate(rows):
+        if len(row.path) > depth and row.path[depth].isdigit():
+            families.setdefault(row.path[:depth], {}).setdefault(int(row.path[depth]), []).append(position)
+    out: list[Folded | None] = list(rows)
+    for prefix, blocks in families.items():
+        runs: list[list[int]] = []
+        for number in sorted(blocks):
+            last = runs[-1] if runs else None
+            if last and last[-1] == number - 1 and _same(rows, blocks[last[0]], blocks[number], depth):
+                last.append(number)
+            else:
+                runs.append([number])
+        for run in runs:
+            if len(run) == 1:
+                continue
+            for nth, position in enumerate(blocks[run[0]]):
+                first = rows[position]
+                members = tuple(row for number in run for row in rows[blocks[number][nth]].rows)
+                out[position] = replace(first, path=(*prefix, f"{run[0]}-{run[-1]}", *first.path[depth + 1 :]), rows=members)
+            for number in run[1:]:
+                for position in blocks[number]:
+                    out[position] = None
+    return [row for row in out if row is not None]
+
+
+def _same(rows: list[Folded], mine: list[int], other: list[int], depth: int) -> bool:
+    def signature(positions: list[int]):
+        return [(rows[i].path[depth + 1 :], rows[i].key) for i in positions]
+
+    return signature(mine) == signature(other)

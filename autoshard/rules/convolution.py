@@ -1,0 +1,82 @@
+"""Rules of convolutions, pooling and resizing: samples and channels are factors, spatial dims are fixed (their edges would need halos)."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import fx
+
+from autoshard.program import operands, shape_of
+from autoshard.rules.call import argument, bind_named, bind_node, dims, each, needs_grad, result_shapes
+from autoshard.rules.notation import OpRule
+
+
+def convolution(node: fx.Node) -> OpRule:
+    """``n c x^, o c k^, +o -> n o y^``: input channels are summed. With groups (an argument) channels are fixed."""
+    x, w, y = shape_of(operands(node)[0]), shape_of(operands(node)[1]), result_shapes(node)[0]
+    arguments = [a.name for a in node.target._schema.arguments]
+    transposed = "conv_transpose" in str(node.target) or ("transposed" in arguments and argument(node, "transposed"))
+    space = len(w) - 2
+    batch = ["n"] if len(x) == space + 2 else []
+    c, o, per_group = "c", "o", "c"
+    if argument(node, "groups") > 1:
+        c, o, per_group = "c^", "o^", "each^"
+    weight = [c, "each^" if per_group == "each^" else "o"] if transposed else [o, per_group]
+    specs = {
+        "input": " ".join([*batch, c, *dims(space, range(space), "x")]),
+        "weight": " ".join([*weight, *dims(space, range(space), "k")]),
+        "bias": f"+{o}",
+    }
+    result = " ".join([*batch, o, *dims(space, range(space), "y")])
+    saved = [name for name, other in (("input", 1), ("weight", 0)) if needs_grad(operands(node)[other])]
+    outputs, macs = (x, prod(w[1:])) if transposed else (y, prod(w[1:]))
+    return bind_named(node, specs, result, saved=saved, linear=[("input", "bias")], flops=2.0 * prod(outputs) * macs)
+
+
+def spatial(rank: int, saved: tuple[int, ...] = (), linear: bool = False):
+    """An op on the last ``rank`` dims: pooling, resizing."""
+
+    def rule(node: fx.Node) -> OpRule:
+        lead = len(shape_of(operands(node)[0])) - rank
+        names = dims(lead)
+        before, after = dims(rank, range(rank), "x"), dims(rank, range(rank), "y")
+        result = " ".join(names + after)
+        text = f"{' '.join(names + before)} -> {', '.join([result] * len(result_shapes(node)))}"
+        return bind_node(node, text, saved=saved, linear=(frozenset({0}),) if linear else ())
+
+    return rule
+
+
+def pixel_shuffle(node: fx.Node) -> OpRule:
+    lead = dims(len(shape_of(operands(node)[0])) - 3)
+    r = argument(node, "upscale_factor")
+    before, after = [*lead, "(c r^ q^)", "h", "w"], [*lead, "c", "(h r^)", "(w q^)"]
+    if r == 1:
+        before = after = [*lead, "c", "h", "w"]
+    shape = shape_of(operands(node)[0])
+    sizes = {f"d{i}": n for i, n in enumerate(shape[:-3])} | {"c": shape[-3] // r**2, "h": shape[-2], "w": shape[-1], "r": r, "q": r}
+
+    def spec(tokens):
+        return tuple(tuple(t.strip("()^") for t in token.split()) for token in tokens)
+
+    return OpRule((spec(before),), (spec(after),), sizes, fixed=frozenset("rq"), linear=(frozenset({0}),))
+
+
+_POOLS = {d: f"max_pool{d}d adaptive_max_pool{d}d" for d in (1, 2, 3)}
+_AVERAGES = {d: f"avg_pool{d}d adaptive_avg_pool{d}d" for d in (1, 2, 3)}
+
+TABLE = {
+    **each("conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d conv_transpose2d.input "
+           "conv_transpose3d.input", convolution),
+    **each(f"{_POOLS[1]} max_pool1d_with_indices", spatial(1, saved=(0, -1))),
+    **each(f"{_POOLS[2]} max_pool2d_with_indices", spatial(2, saved=(0, -1))),
+    **each(f"{_POOLS[3]} max_pool3d_with_indices", spatial(3, saved=(0, -1))),
+    **each(_AVERAGES[1], spatial(1, linear=True)),
+    **each(_AVERAGES[2], spatial(2, linear=True)),
+    **each(_AVERAGES[3], spatial(3, linear=True)),
+    **each("upsample_nearest1d upsample_nearest1d.vec upsample_linear1d upsample_linear1d.vec", spatial(1, linear=True)),
+    **each("upsample_nearest2d upsample_nearest2d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_bicubic2d "
+           "upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec", spatial(2, linear=True)),
+    **each("upsample_nearest3d upsample_nearest3d.vec upsample_trilinear3d upsample_trilinear3d.vec", spatial(3, linear=True)),
+    **each("pixel_shuffle", pixel_shuffle),
+}  # fmt: skip

@@ -1,0 +1,82 @@
+"""Rules of losses: ``none`` keeps the batch as factors, ``sum`` sums over them (the loss is P), ``mean`` fixes them.
+
+Cross entropy may also be sharded over the classes, which no factor expresses: local kernel "vocab_cross_entropy" reduces the maximum,
+the sum of exponentials and the picked logit, one number for each row, and every rank has the whole loss.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import fx
+
+from autoshard.placement import R, S
+from autoshard.program import operands, shape_of, tensors
+from autoshard.rules.call import argument, bind_named, bind_node, dims, each, shape
+from autoshard.rules.notation import Choice, Comm, OpRule
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of the reductions
+
+
+def shard_classes(rule: OpRule, k: int) -> tuple[Choice, ...]:
+    """Logits cut over their classes, everything else whole, the loss whole."""
+    if rule.sizes["v"] < k:
+        return ()
+    dim = rule.operands[0].index(("v",))
+    rows = tuple(f for group in rule.operands[0] for f in group if f != "v")
+    payload = Comm("all_reduce", prod(rule.sizes[f] for f in rows), rows)
+    return (Choice("shard v", (S(dim),) + (R,) * (len(rule.operands) - 1), (R,), "v", comms=(payload,) * 3),)
+
+
+def classes(node: fx.Node) -> OpRule:
+    """cross_entropy_loss, nll_loss: logits ``n v ...``, labels ``n ...``, or ``n v ...`` for label probabilities; ``v`` for weights."""
+    logits, labels, reduction = shape(node, "self"), shape(node, "target"), argument(node, "reduction")
+    at = 1 if len(logits) > 1 else 0
+    batch = dims(len(logits) - 1, range(8) if reduction == MEAN else ())
+    tokens = batch[:at] + ["v^"] + batch[at:]
+    indexed = not tensors(argument(node, "target").meta["val"])[0].dtype.is_floating_point
+    specs = {"self": " ".join(tokens), "target": " ".join(batch if indexed else tokens), "weight": "v^"}
+    vocabulary = indexed and reduction != MEAN and "cross_entropy" in str(node.target) and len(labels) == len(logits) - 1
+    return bind_named(
+        node,
+        specs,
+        " ".join(batch) if reduction == NONE else "",
+        saved=("self", "target", "weight"),
+        local={"v": "vocab_cross_entropy"} if vocabulary else {},
+        special=(shard_classes,) if vocabulary else (),
+    )
+
+
+def elementwise_loss(node: fx.Node) -> OpRule:
+    """mse_loss, binary_cross_entropy, ...: operands are broadcast together."""
+    reduction = argument(node, "reduction")
+    n, rank = len(operands(node)), max(len(shape_of(o)) for o in operands(node))
+    text = ", ".join(["..."] * n) + (" -> ..." if reduction == NONE else " -> ")
+    fixed = [f"d{i}" for i in range(rank)] if reduction == MEAN else []
+    return bind_node(node, text, saved=tuple(range(n)), fixed=fixed)
+
+
+def along_last(node: fx.Node) -> OpRule:
+    """cosine_embedding_loss, triplet_margin_loss: the last dim of the vectors is compared as a whole."""
+    rank = len(shape_of(operands(node)[0]))
+    names = dims(rank, range(8) if argument(node, "reduction") == MEAN else [rank - 1])
+    texts = [" ".join(names[: len(shape_of(o))]) for o in operands(node)]
+    result = " ".join(names[:-1]) if argument(node, "reduction") == NONE else ""
+    return bind_node(node, f"{', '.join(texts)} -> {result}", saved=tuple(range(len(texts))))
+
+
+def cosine_similarity(node: fx.Node) -> OpRule:
+    rank = max(len(shape_of(o)) for o in operands(node))
+    dim = argument(node, "dim") % rank
+    names = dims(rank, [dim])
+    texts = [" ".join(names[rank - len(shape_of(o)) :]) for o in operands(node)]
+    return bind_node(node, f"{', '.join(texts)} -> {' '.join(names[:dim] + names[dim + 1 :])}", saved=(0, 1))
+
+
+TABLE = {
+    **each("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", classes),
+    **each("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+           "soft_margin_loss poisson_nll_loss margin_ranking_loss hinge_embedding_loss", elementwise_loss),
+    **each("cosine_embedding_loss triplet_margin_loss", along_last),
+    **each("cosine_similarity", cosine_similarity),
+}  # fmt: skip

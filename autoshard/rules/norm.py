@@ -1,0 +1,58 @@
+"""Rules of normalisation layers: the dims whose statistics are taken are fixed; scale and shift lack the batch, so theirs is R*."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoshard.program import operands, shape_of
+from autoshard.rules.call import argument, bind_named, dims, each, result_shapes
+from autoshard.rules.notation import OpRule
+
+
+def layer_norm(node: fx.Node) -> OpRule:
+    """The last dims are fixed. native_layer_norm also returns mean and reciprocal deviation, with dims of size 1."""
+    rank, n = len(shape_of(operands(node)[0])), len(argument(node, "normalized_shape"))
+    names = dims(rank, range(rank - n, rank))
+    text, own = " ".join(names), " ".join(names[rank - n :])
+    statistics = " ".join(names[: rank - n] + ["_"] * n)
+    result = ", ".join([text, statistics, statistics][: len(result_shapes(node))])
+    return bind_named(node, {"input": text, "weight": own, "bias": own}, result, saved=("input", "weight"))
+
+
+def group_norm(node: fx.Node) -> OpRule:
+    """Only the batch is a factor: cutting channels would change the number of groups, an argument."""
+    rank = len(shape_of(operands(node)[0]))
+    text = " ".join(dims(rank, range(1, rank)))
+    specs = {"input": text, "weight": "d1^", "bias": "d1^"}
+    return bind_named(node, specs, text, saved=("input", "weight"))
+
+
+def batch_norm(node: fx.Node) -> OpRule:
+    """Channels are independent. The batch is a factor only where running statistics are used; statistics of the batch mix it."""
+    rank = len(shape_of(operands(node)[0]))
+    arguments = [a.name for a in node.target._schema.arguments]
+    training = "training" not in arguments or argument(node, "training")
+    names = dims(rank, {0, *range(2, rank)} if training else range(2, rank))
+    specs = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), names[1])
+    saved = ("input", "weight") if training else ("input", "weight", "running_mean", "running_var")
+    results = []
+    for s in result_shapes(node):  # statistics are vectors of the channels; empty if they were not computed
+        results.append(" ".join(names) if len(s) == rank else "_" if s == (0,) else names[1])
+    return bind_named(node, {"input": " ".join(names), **specs}, ", ".join(results), saved=saved)
+
+
+def instance_norm(node: fx.Node) -> OpRule:
+    """Samples and channels are independent, but running statistics average over the batch."""
+    rank = len(shape_of(operands(node)[0]))
+    running = isinstance(argument(node, "running_mean"), fx.Node)
+    names = dims(rank, {*range(2, rank), *([0] if running else [])})
+    specs = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), names[1])
+    return bind_named(node, {"input": " ".join(names), **specs}, " ".join(names), saved=("input", "weight"))
+
+
+TABLE = {
+    **each("layer_norm native_layer_norm rms_norm", layer_norm),
+    **each("group_norm", group_norm),
+    **each("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training", batch_norm),
+    **each("instance_norm", instance_norm),
+}

@@ -1,0 +1,37 @@
+"""What emitted code runs on: torch, and nothing of the planner. ``from autoshard import runtime as rt``."""
+
+from autoshard.runtime.axis import Axis
+from autoshard.runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from autoshard.runtime.convert import convert
+from autoshard.runtime.interface import Argument, Interface
+from autoshard.runtime.kernels import vocab_cross_entropy, vocab_embedding
+from autoshard.runtime.outputs import Lazy
+from autoshard.runtime.random import Streams, dropout
+from autoshard.runtime.sharded import Sharded
+from autoshard.runtime.stage import Extra, Input, Output, Param, StageModule, Value
+from autoshard.runtime.world import World, open_world
+
+__all__ = [
+    "Argument",
+    "Axis",
+    "Extra",
+    "Input",
+    "Interface",
+    "Lazy",
+    "Output",
+    "Param",
+    "Sharded",
+    "StageModule",
+    "Streams",
+    "Value",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "convert",
+    "dropout",
+    "open_world",
+    "reduce_scatter",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+]

@@ -1,0 +1,188 @@
+"""The module that the user trains: one rank's part of a compiled model, with the face of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import RunError
+from autoshard.placement import parse_layout
+from autoshard.runtime import state
+from autoshard.runtime.feed import Feed, feeds
+from autoshard.runtime.gradients import GradientSync, sum_over_stages
+from autoshard.runtime.interface import Interface
+from autoshard.runtime.norm import clip_grad_norm
+from autoshard.runtime.outputs import Lazy, deliver
+from autoshard.runtime.pipeline import Loop, Pipeline
+from autoshard.runtime.stage import StageModule
+from autoshard.runtime.whole import is_whole
+
+WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers whose step looks at a whole parameter, so that a step on its pieces would be another one."""
+
+
+class Sharded(nn.Module):
+    """A compiled model on this rank.
+
+    Call it like the model, with the *global* batch, the same on every rank. It returns what the model returns: the loss is a plain tensor,
+    equal on all ranks; results that lie in pieces are ``Lazy``. ``loss.backward()`` leaves each parameter's gradient in ``.grad``, as on
+    one device. Parameters are this rank's pieces, under their original names.
+
+    Args:
+        stage: this rank's module, weights loaded.
+        interface: arguments and result of the model.
+
+    catalogue: every parameter and buffer of the model, on all stages, by canonical name.
+    """
+
+    def __init__(self, stage: StageModule, interface: Interface):
+        super().__init__()
+        self.stage = stage  # named_parameters and state_dict look through it: names are the user's
+        self.interface = interface
+        self.world = stage.world
+        self.catalogue = state.catalogue(stage)
+        self.scheduled = self.world.mesh.pipeline > 1 or stage.microbatches > 1
+        trainable = [(spec, p) for spec, p in stage.held() if p.requires_grad]
+        reduced = [(p, self.world.group(spec.sync)) for spec, p in trainable if self.world.group(spec.sync) is not None]
+        self._sync = GradientSync(reduced, every_backward=not self.scheduled)
+        several = sorted(((spec.stages, spec.name, p) for spec, p in trainable if len(spec.stages) > 1), key=lambda e: e[:2])
+        self._tied = [(p, self.world.holders(stages)) for stages, _, p in several]
+        runner = Pipeline if self.world.mesh.pipeline > 1 else Loop
+        self._runner = runner(stage, self._sync.arm)
+        if interface.training is not None:
+            self.train(interface.training)
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args, **kwargs) -> Any:
+        """The model's result. On a mesh with a pipeline, or with micro-batches, backward runs in this call as well, unless under no_grad.
+
+        Raises:
+            RunError: naming the argument that is not what the model was compiled for.
+        """
+        return self._result(self._call(args, kwargs))
+
+    def train_step(self, *args, **kwargs) -> Any:
+        """Forward and backward: ``.grad`` holds, or is increased by, the gradients. Returns the model's result, with a detached loss."""
+        if self.stage.loss is None:
+            raise RunError("the model returns no scalar loss, so there is nothing to train", hint="give compile a loss_fn")
+        with torch.enable_grad():
+            outputs = self._call(args, kwargs)
+        outputs[self.stage.loss].backward()
+        outputs[self.stage.loss] = outputs[self.stage.loss].detach()
+        return self._result(outputs)
+
+    def _result(self, outputs: list) -> Any:
+        return self.interface.result({spec.leaf: x for spec, x in zip(self.stage.outputs, outputs)})
+
+    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor | Lazy]:
+        """What stands for each entry of ``stage.outputs``."""
+        if self.interface.training not in (None, self.training):
+            modes = ("eval", "train")
+            raise RunError(
+                f"the model was compiled in {modes[self.interface.training]} mode, but is called in {modes[self.training]} mode",
+                hint=f"call .{modes[self.interface.training]}(), or compile the model in the other mode too",
+            )
+        fed = feeds(self.stage, self.interface.bind(args, kwargs))
+        self._sync.reset()
+        return self._run_scheduled(fed) if self.scheduled else deliver(self.stage, [self.stage(**fed[0])], ran_backward=False)
+
+    def _run_scheduled(self, fed: list[Feed]) -> list[torch.Tensor | Lazy]:
+        training = torch.is_grad_enabled() and self.stage.loss is not None
+        if not training:
+            return deliver(self.stage, self._runner.run(fed, False), ran_backward=torch.is_grad_enabled())
+        params = [p for p in self.parameters() if p.requires_grad]
+        before = [p.grad for p in params]
+        try:
+            for p in params:
+                p.grad = None
+            results = self._runner.run(fed, True)
+            self._sync.finish()
+            sum_over_stages(self._tied)
+            grads = [p.grad for p in params]
+        finally:
+            for p, grad in zip(params, before):
+                p.grad = grad
+        outputs = deliver(self.stage, results, ran_backward=True)
+        outputs[self.stage.loss] = _HandOver.apply(outputs[self.stage.loss], torch.zeros((), requires_grad=True), grads, *params)
+        return outputs
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def optimizer(self, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **kwargs) -> torch.optim.Optimizer:
+        """An optimizer over this rank's pieces: ``sharded.optimizer(torch.optim.AdamW, lr=1e-3)``.
+
+        Raises:
+            RunError: its step looks at whole parameters, and some are cut.
+        """
+        cut = [s.name for s in self.catalogue.values() if s.kind == "parameter" and not is_whole(parse_layout(s.layout), self.world)]
+        if cls.__name__ in WHOLE_TENSOR_OPTIMIZERS and cut:
+            raise RunError(
+                f"{cls.__name__} needs whole parameters, but {cut[0]!r} is cut over the ranks",
+                hint="use an optimizer that works on each element, such as AdamW, or pin the parameters to R",
+            )
+        return cls(self.parameters(), **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their joint norm is at most ``max_norm``; returns the norm they had. A collective.
+
+        The norm is that of ``torch.nn.utils.clip_grad_norm_`` on one device, every element of the model counted once; it is at least fp32.
+        """
+        return clip_grad_norm(self.stage, self.catalogue, max_norm, norm_type)
+
+    # --- names and state ---------------------------------------------------------------------------------------------
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self._named("parameter", prefix, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._named("buffer", prefix, remove_duplicate)
+
+    def _named(self, kind: str, prefix: str, remove_duplicate: bool):
+        for spec, tensor in self.stage.held():
+            for name in spec.names[:1] if remove_duplicate else spec.names:
+                if spec.kind == kind:
+                    yield (f"{prefix}.{name}" if prefix else name), tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Whole parameters and buffers on the CPU, under their original names; tied names share one tensor. A collective."""
+        return state.gather(self.stage, self.catalogue)
+
+    def grad_dict(self) -> dict[str, torch.Tensor | None]:
+        """Whole gradients on the CPU, by the parameters' original names; None for a parameter without one. A collective."""
+        return state.gather_gradients(self.stage, self.catalogue)
+
+    def piece_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of a whole tensor that lies like the parameter or buffer ``name``."""
+        return state.piece_of(self.stage, self.catalogue[name], tensor)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take this rank's pieces of whole tensors.
+
+        Raises:
+            RunError: naming a missing, unexpected or wrongly shaped entry; nothing has been loaded then.
+        """
+        state.scatter(self.stage, self.catalogue, state_dict, strict)
+
+
+class _HandOver(torch.autograd.Function):
+    """Gradients that exist already go to their parameters when backward reaches the loss, times the gradient that it brings."""
+
+    @staticmethod
+    def forward(ctx, loss, anchor, grads, *params):
+        # anchor: the loss requires grad even where this rank's parameters are all frozen
+        ctx.grads = grads
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, scale):
+        if ctx.grads is None:
+            raise RunError("backward ran through this loss already", hint="call the model again for new gradients")
+        grads, ctx.grads = ctx.grads, None
+        for grad in grads:
+            if grad is not None:
+                grad.mul_(scale.to(grad.device))
+        return (None, None, None, *grads)

@@ -1,0 +1,156 @@
+"""The base class of emitted modules, and the plain data in which they describe themselves.
+
+Shapes are global unless called local; "of one micro-batch" where the batch is cut. Layouts are text, over (data, tensor): "[S(0), R]".
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autoshard.errors import RunError
+from autoshard.mesh import Mesh
+from autoshard.placement import local_shape, parse_layout
+from autoshard.runtime.pieces import take
+from autoshard.runtime.world import World
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter, buffer or constant that this rank holds a piece of.
+
+    names: all its names in the user's model, canonical first.
+    sync: axes over which its gradient is summed once a step; its gradient is a summand along them before, whole after.
+    stages: pipeline stages that hold it; its gradient is summed over them too.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    requires_grad: bool = False
+    kind: str = "parameter"  # "parameter" | "buffer" | "constant"
+    persistent: bool = True
+    sync: tuple[str, ...] = ()
+    stages: tuple[int, ...] = (0,)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def saved(self) -> bool:
+        """Whether it belongs in a state_dict."""
+        return self.kind != "constant" and self.persistent
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor input. ``shape`` is that of one micro-batch; ``name`` is the user's name for it, if the keyword is another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str
+    batch_dim: int | None = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that crosses from one stage to the next, with its *local* shape."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A value of the prologue, its conversion over the micro-batches, "P -> R", and the shape that one forward sees.
+
+    The conversion is local: a dim that it cuts or joins must not be cut by the data or tensor axis.
+    """
+
+    conversion: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor that the model returns: its index among the leaves of the result, and the shape that one micro-batch gives it.
+
+    time: placement over the micro-batches: "P" they are added, "S(0)" they are joined, "R" they are all the same.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    layout: str
+    time: str
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+
+class StageModule(nn.Module):
+    """What one rank runs: emitted code is a subclass, and fills in the class attributes and ``forward``.
+
+    Parameters and buffers have the rank's local shapes, and are uninitialised until ``load``.
+    ``forward`` takes the received values in order, then inputs and extras by keyword, and returns a tuple of tensors: the values to send,
+    or, on the last stage, one per entry of ``outputs``. ``outputs``, and ``loss``, the index of the one to be minimised, are the same on
+    every stage.
+    """
+
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    rank: int = 0
+    stage: int = 0
+    microbatches: int = 1
+    params: dict[str, Param] = {}
+    inputs: dict[str, Input] = {}
+    receives: tuple[Value, ...] = ()
+    sends: tuple[Value, ...] = ()
+    extras: dict[str, Extra] = {}
+    outputs: tuple[Output, ...] = ()
+    loss: int | None = None
+
+    def __init__(self, world: World):
+        """Raises RunError if this is not the module of the world's rank."""
+        super().__init__()
+        if world.mesh.shape != tuple(self.mesh) or world.rank != self.rank:
+            raise RunError(
+                f"this module is for rank {self.rank} of mesh {Mesh(*self.mesh)}, but runs on rank {world.rank} of mesh {world.mesh}"
+            )
+        self.world, self.device = world, world.device
+        self.data, self.tensor = world.axes
+        for attribute, param in self.params.items():
+            shape = local_shape(param.shape, parse_layout(param.layout), world.mesh.sizes, world.coords)
+            tensor = torch.empty(shape, dtype=param.dtype, device=world.device)
+            if param.kind == "parameter":
+                self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=param.requires_grad))
+            else:
+                self.register_buffer(attribute, tensor, persistent=param.persistent)
+
+    def prologue(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The extras of one micro-batch, computed before the first forward."""
+        return {}
+
+    @classmethod
+    def reads(cls, method: str) -> tuple[str, ...]:
+        """Names of the arguments of ``forward`` or ``prologue``."""
+        return tuple(inspect.signature(getattr(cls, method)).parameters)[1:]
+
+    def held(self) -> Iterator[tuple[Param, torch.Tensor]]:
+        """What this rank holds: (description, local tensor), in the order of ``params``."""
+        for attribute, param in self.params.items():
+            yield param, getattr(self, attribute)
+
+    def load(self, get: Callable[[str], torch.Tensor]) -> None:
+        """Fill in this rank's pieces; ``get`` gives the whole tensor of a name. RunError if one has another shape."""
+        with torch.no_grad():
+            for param, tensor in self.held():
+                whole = get(param.name)
+                if tuple(whole.shape) != param.shape:
+                    raise RunError(f"{param.name!r} has shape {tuple(whole.shape)}; the model was compiled with {param.shape}")
+                tensor.copy_(take(whole, parse_layout(param.layout), self.world.mesh.sizes, self.world.coords))

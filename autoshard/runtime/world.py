@@ -1,0 +1,135 @@
+"""The processes of a mesh: which one this is, on which device, and the groups in which it communicates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoshard.errors import MeshError
+from autoshard.mesh import Mesh
+from autoshard.runtime.axis import Axis
+
+
+@dataclass(eq=False)
+class World:
+    """One rank's view of the mesh.
+
+    data / tensor: the axes along which values are placed.
+    pipeline: group of the ranks that hold the other stages of this rank's model replica; None without a pipeline.
+    joint: group of all data x tensor ranks of this stage; None if there is one only.
+    device_mesh: dims ("pipeline", "data", "tensor"); None on a mesh of one device, which needs no process group.
+    """
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    data: Axis
+    tensor: Axis
+    pipeline: dist.ProcessGroup | None = None
+    joint: dist.ProcessGroup | None = None
+    device_mesh: DeviceMesh | None = None
+    _tied: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        return (self.data, self.tensor)
+
+    @property
+    def coords(self) -> tuple[int, int]:
+        """Coordinates along (data, tensor)."""
+        return self.mesh.coords(self.rank)[:2]
+
+    @property
+    def stage(self) -> int:
+        return self.mesh.coords(self.rank)[2]
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """The group over some of the axes ("data", "tensor"); None if it holds this rank only."""
+        wide = [axis for axis in self.axes if axis.name in axes and axis.size > 1]
+        return self.joint if len(wide) == 2 else wide[0].group if wide else None
+
+    def holders(self, stages: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of this rank and its peers on ``stages``. Each of them must call this, in the same order of ``stages``."""
+        if len(stages) == self.mesh.pipeline:
+            return self.pipeline
+        if stages not in self._tied:
+            data, tensor = self.coords
+            ranks = [self.mesh.rank(data, tensor, stage) for stage in stages]
+            self._tied[stages] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._tied[stages]
+
+    def peer(self, stage: int) -> int:
+        """The rank at this rank's place in another stage."""
+        return self.mesh.rank(*self.coords, stage)
+
+
+_worlds: dict[tuple[Mesh, torch.device], tuple[dist.ProcessGroup | None, World]] = {}
+
+
+def open_world(mesh: Mesh | tuple, device: torch.device | str | None = None) -> World:
+    """This process's World; starts torch.distributed from torchrun's environment if that has not been done.
+
+    Args:
+        device: where this rank keeps its tensors; by default its own GPU under nccl, else the CPU.
+
+    Raises:
+        MeshError: the number of processes is not the size of the mesh. The same on every rank, before any communication.
+    """
+    mesh = Mesh.of(mesh)
+    running = dist.is_available() and dist.is_initialized()
+    count = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", 1))
+    if count != mesh.size:
+        raise MeshError(
+            f"mesh {mesh} is for {mesh.size} process{'es' if mesh.size > 1 else ''}, but WORLD_SIZE is {count}",
+            hint=f"start it with torchrun --nproc-per-node {mesh.size}, or choose a mesh of {count}",
+        )
+    device = _device(device, running)
+    if mesh.size == 1:
+        return World(mesh, 0, device, Axis("data", 1, 0, None), Axis("tensor", 1, 0, None))
+    if not running:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    everyone, world = _worlds.get((mesh, device), (None, None))
+    if world is None or everyone is not dist.group.WORLD:  # groups of an earlier, destroyed process group are of no use
+        world = _connect(mesh, device)
+        _worlds[mesh, device] = (dist.group.WORLD, world)
+    return world
+
+
+def _device(device: torch.device | str | None, running: bool) -> torch.device:
+    if device is None:
+        on_gpu = torch.cuda.is_available() and (not running or "nccl" in dist.get_backend())
+        device = f"cuda:{os.environ.get('LOCAL_RANK', torch.cuda.current_device())}" if on_gpu else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _connect(mesh: Mesh, device: torch.device) -> World:
+    rank = dist.get_rank()
+    shape = (mesh.pipeline, mesh.data, mesh.tensor)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    data, tensor, _ = mesh.coords(rank)
+
+    def group(axis: str) -> dist.ProcessGroup | None:
+        return device_mesh.get_group(axis) if getattr(mesh, axis) > 1 else None
+
+    joint = group("tensor") if mesh.data == 1 else group("data") if mesh.tensor == 1 else None
+    if mesh.data > 1 and mesh.tensor > 1:
+        step = mesh.data * mesh.tensor
+        stages = [list(range(stage * step, (stage + 1) * step)) for stage in range(mesh.pipeline)]
+        joint = dist.group.WORLD if mesh.pipeline == 1 else dist.new_subgroups_by_enumeration(stages)[0]
+    return World(
+        mesh,
+        rank,
+        device,
+        Axis("data", mesh.data, data, group("data")),
+        Axis("tensor", mesh.tensor, tensor, group("tensor")),
+        group("pipeline"),
+        joint,
+        device_mesh,
+    )

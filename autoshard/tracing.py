@@ -1,0 +1,98 @@
+"""What holds while a model is traced: quiet logs, the module left as it was, no gradients lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from autoshard.errors import CaptureError
+from autoshard.trace_errors import users_frame
+
+NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export")
+"""Loggers that print graphs and tracebacks for errors which become a CaptureError."""
+
+
+@contextlib.contextmanager
+def tracing(model: nn.Module) -> Iterator[None]:
+    """All of the below, and the random state of the CPU restored."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(quiet())
+        stack.enter_context(unchanged(model))
+        stack.enter_context(custom_gradients())
+        yield
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    loggers = {name: logging.getLogger(name) for name in NOISY}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    for logger in loggers.values():
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", module=r"torch\.")
+            warnings.filterwarnings("ignore", message="The tensor attribute")
+            yield
+    finally:
+        for name, logger in loggers.items():
+            logger.setLevel(levels[name])
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Take back what forward writes to attributes of modules (``self.last = y``), lists and dicts among them."""
+    before = [(module, {name: (value, _content(value)) for name, value in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            for name, (value, content) in attributes.items():
+                if isinstance(value, list):
+                    value[:] = content
+                elif isinstance(value, (dict, set)):
+                    value.clear()
+                    value.update(content)
+                vars(module)[name] = value
+
+
+def _content(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, dict, set)) else None
+
+
+@contextlib.contextmanager
+def custom_gradients() -> Iterator[None]:
+    """torch.export sees the forward of an autograd.Function only: its own backward would be lost without a word.
+
+    Checkpoints are the exception: they compute what they wrap, so that is traced in their place.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls, *args, **kwargs):
+        if cls is checkpoint.CheckpointFunction:
+            function, _, *operands = args
+            return function(*operands)
+        if cls.__module__.startswith("torch."):
+            return original.__func__(cls, *args, **kwargs)
+        where, _ = users_frame(traceback.extract_stack()) or (None, "")
+        raise CaptureError(
+            f"the model uses {cls.__name__}, an autograd.Function with a backward of its own",
+            where=where,
+            hint="write it with differentiable operations, or as a torch.library custom op with register_autograd",
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original

@@ -1,0 +1,37 @@
+"""The passes: plain functions on a Program, one job a file. PIPELINE is the order in which the compiler runs them.
+
+Each row: name, pass, level that its output satisfies. Levels, each including what the one above it demands:
+
+    CAPTURED    what torch.export gives
+    CANONICAL   one spelling of every op, literal sizes, nothing dead (see canonicalize)
+    PLANNED     every op has a strategy, every value a layout, every op a stage
+    CONVERTED   every operand lies as its op demands; changes of placement are convert nodes
+    STAGED      one program per pipeline stage
+    LOCAL       shapes and arguments are the rank's own
+"""
+
+from __future__ import annotations
+
+from autoshard.passes.canonicalize import canonicalize
+from autoshard.passes.cut_stages import cut_stages
+from autoshard.passes.insert_conversions import insert_conversions
+from autoshard.passes.levels import check
+from autoshard.passes.localize import localize
+from autoshard.passes.microbatch import microbatch
+
+PIPELINE = (
+    ("canonicalize", canonicalize, "CANONICAL"),
+    ("microbatch", microbatch, "CANONICAL"),
+    # here the planner decides: PLANNED
+    ("insert_conversions", insert_conversions, "CONVERTED"),
+    ("cut_stages", cut_stages, "STAGED"),
+    ("localize", localize, "LOCAL"),
+)
+
+
+def run(name: str, *args):
+    """Run one pass of PIPELINE by name, check the level that it promises, dump and log it; returns what the pass returns."""
+    number, (_, function, level) = next((i, row) for i, row in enumerate(PIPELINE) if row[0] == name)
+    result = function(*args)
+    check(result, level, f"{number}_{name}")
+    return result

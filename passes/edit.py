@@ -1,0 +1,90 @@
+"""Small tools that passes share: new ops with their facts, arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoshard.program import tensors
+
+aten = torch.ops.aten
+
+
+def new_op(graph: fx.Graph, target: Callable, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
+    """Insert an op at the graph's insertion point; its val comes from running it on fake operands, module and source from ``like``."""
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=target.__name__.partition(".")[0])
+    node.meta = {key: like.meta[key] for key in ("module", "source") if key in like.meta}
+    node.meta["val"] = fake_result(node)
+    node.meta["grad"] = has_grad(node)
+    return node
+
+
+def fake_result(node: fx.Node) -> Any:
+    """What the op gives on the fake values of its operands."""
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+    mode = fake_mode(node.graph)
+    if mode is None:
+        return node.target(*args, **kwargs)
+    with mode, torch.no_grad():
+        return node.target(*args, **kwargs)
+
+
+def fake_mode(graph: fx.Graph):
+    """The mode that the graph's fake tensors live in; None if they are plain tensors."""
+    for node in graph.nodes:
+        for val in tensors(node.meta.get("val")):
+            return getattr(val, "fake_mode", None)
+    return None
+
+
+def has_grad(node: fx.Node) -> bool:
+    """Whether a gradient flows through the result: from a floating operand that has one, unless it is cut."""
+    if node.target is aten.detach.default or not any(n.meta.get("grad") for n in node.all_input_nodes):
+        return False
+    return any(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
+
+
+def replace(node: fx.Node, value: fx.Node) -> None:
+    """Let every user of ``node`` read ``value``, and erase ``node``."""
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
+def schema(node: fx.Node):
+    """The schema's arguments of an ATen op; empty for anything else (getitem)."""
+    return node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of an ATen op by its schema name, defaults filled in."""
+    values = {}
+    for position, argument in enumerate(schema(node)):
+        if position < len(node.args) and not argument.kwarg_only:
+            values[argument.name] = node.args[position]
+        else:
+            values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return values
+
+
+def written(node: fx.Node, values: dict[str, Any], full: bool = False) -> tuple[tuple, dict[str, Any]]:
+    """``(args, kwargs)`` of an op from its arguments by name, in the one form that graphs use.
+
+    Positional ones positionally without trailing defaults, keyword-only ones by keyword without defaults; with ``full``, every one.
+    """
+    positional: list[Any] = []
+    keep, kwargs = 0, {}
+    for argument in schema(node):
+        value = values[argument.name]
+        default = argument.has_default_value() and type(value) is type(argument.default_value) and value == argument.default_value
+        if argument.kwarg_only:
+            if full or not default:
+                kwargs[argument.name] = value
+            continue
+        positional.append(value)
+        if full or not default:
+            keep = len(positional)
+    return tuple(positional[:keep]), kwargs

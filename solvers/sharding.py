@@ -1,0 +1,93 @@
+"""Choose one sharding strategy for every op: the least time for ops and conversions, with a proof.
+
+    minimise  sum over ops     count[op] * costs[op][s]                      s the op's strategy
+            + sum over values  count[value] * sum over q of moves[p, q]      p where the producer leaves the value,
+                                                                             q every placement that some use demands, once
+
+``reduce`` shrinks the problem without losing its optimum, ``flows`` writes what is left as an integer program whose relaxation is
+nearly integral, HiGHS solves it on one thread, and ``problem.evaluate`` prices the answer again. The same problem gets the same answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from .flows import FlowProgram, run
+from .problem import Evaluation, Infeasible, Op, ShardingProblem, ShardingSolution, SolverError, Use, Value, evaluate
+from .reduce import network, reduce
+
+__all__ = ["Evaluation", "Infeasible", "Op", "ShardingProblem", "ShardingSolution", "SolverError", "Use", "Value", "evaluate", "solve"]
+
+AGREEMENT = 1e-6  # relative difference allowed between the solver's price and evaluate's
+
+
+def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable[[str], None] | None = None) -> ShardingSolution:
+    """The cheapest choices, or the best found in ``time_limit`` seconds.
+
+    Args:
+        problem: checked first (ValueError).
+        time_limit: seconds for the solver; building comes on top.
+        progress: called with one line of text at a time: sizes, then the solver's own log.
+
+    Raises:
+        Infeasible: naming ops and values with no consistent choice.
+        SolverError: the time was over before any answer was found, or the answer does not have the price that the solver claims.
+    """
+    start = time.perf_counter()
+    problem.check()
+    net = network(problem)
+    reduce(net)
+    program = FlowProgram(net)
+    built = time.perf_counter()
+    if progress:
+        progress(
+            f"{len(problem.ops)} ops, {sum(len(op.costs) for op in problem.ops)} strategies; after presolve {len(program.x)} ops, "
+            f"{program.integers} strategies, {program.columns - program.integers} flow variables, {program.rows} rows"
+        )
+    if program.x:
+        answer = run(program, net.scale(), time_limit, progress)
+        if answer is None:
+            raise _explain(problem)
+        chosen, claimed, bound, optimal = answer
+        solver = "HiGHS"
+    else:
+        chosen, claimed, bound, optimal, solver = {}, 0.0, 0.0, True, "presolve"
+    choices = net.recover(chosen)
+    price = evaluate(problem, choices)
+    claimed, bound = claimed + net.offset, bound + net.offset
+    if price.violations or abs(price.objective - claimed) > AGREEMENT * max(abs(claimed), abs(price.objective)):
+        raise SolverError(f"the solver claims {claimed!r} s, evaluate says {price.objective!r} s {price.violations}")
+    return ShardingSolution(
+        choices=choices,
+        objective=price.objective,
+        bound=min(bound, price.objective),
+        seconds=time.perf_counter() - start,
+        build_seconds=built - start,
+        status="optimal" if optimal else "time limit",
+        solver=solver,
+        variables=program.columns,
+    )
+
+
+def _explain(problem: ShardingProblem) -> Infeasible:
+    """Why there is no answer: the fewest values that would have to go where they can't, found by making exactly that the price."""
+    values = []
+    for index, value in enumerate(problem.values):
+        wanted = {q for use in problem.uses if use.value == index for q in use.demands}
+        pairs = [(p, q) for p in dict.fromkeys(value.placements) for q in sorted(wanted)]
+        values.append(replace(value, moves={pair: float(pair not in value.moves and pair[0] != pair[1]) for pair in pairs}, count=1.0))
+    ops = tuple(replace(op, costs=(0.0,) * len(op.costs)) for op in problem.ops)
+    choices = solve(ShardingProblem(ops, tuple(values), problem.uses)).choices
+    stuck = [
+        (problem.values[use.value], problem.ops[use.op])
+        for use in problem.uses
+        if values[use.value].moves[problem.values[use.value].placements[choices[values[use.value].op]], use.demands[choices[use.op]]]
+    ]
+    text = "; ".join(f"{op.name} can't be given {value.name} in a placement that it can use" for value, op in stuck)
+    return Infeasible(
+        f"no combination of strategies is consistent: {text}",
+        tuple(dict.fromkeys(op.name for _, op in stuck)),
+        tuple(dict.fromkeys(value.name for value, _ in stuck)),
+    )
