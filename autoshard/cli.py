@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 
 from autoshard.errors import AutoshardError, InfeasibleError
 from autoshard.mesh import SHARDED_AXES, Mesh
@@ -76,6 +77,13 @@ def _shared_flags() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _warner()
+        return _guarded(argv)
+
+
+def _guarded(argv: list[str] | None) -> int:
+    """Run one command; whatever is raised becomes a sentence and an exit status."""
     debug = os.environ.get("AUTOSHARD_DEBUG", "") not in ("", "0")
     try:
         arguments = parser().parse_args(argv)
@@ -99,6 +107,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"autoshard: error: internal error: {type(error).__name__}: {error}", file=sys.stderr)
         print("  hint: this is a bug in autoshard; AUTOSHARD_DEBUG=1 shows the traceback to report", file=sys.stderr)
         return ERROR
+
+
+def _warner():
+    """Prints each warning once, as one sentence of autoshard's own, without Python's line of code."""
+    seen = set()
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        if str(message) not in seen:
+            seen.add(str(message))
+            print(f"autoshard: warning: {message}", file=file or sys.stderr)
+
+    return show
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -67,7 +67,7 @@ def emit(arguments: Namespace, options: dict) -> int:
             compiler.emit_folder(model, plan.mesh, inputs, plan, folder)
         except OSError as error:
             raise AutoshardError(f"can't write to {str(folder)!r}: {error.strerror}", hint="choose another --output") from None
-    files = sorted(str(path) for path in folder.iterdir() if path.is_file())
+    files = [str(folder / name) for name in ("plan.json", *(f"rank{rank}.py" for rank in range(plan.mesh.size)))]
     if arguments.format == "json":
         _print_json({"folder": str(folder), "files": files})
     else:

@@ -96,7 +96,7 @@ def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule
 def detached(graph: fx.Graph, value: Any, meta: dict) -> Any:
     if not isinstance(value, fx.Node) or not isinstance(meta.get("val"), torch.Tensor) or not meta["val"].is_floating_point():
         return value
-    new = graph.call_function(aten.detach.default, (value,))
+    new = graph.create_node("call_function", aten.detach.default, (value,), name="detach")
     new.meta = {"val": meta["val"], "nn_module_stack": value.meta.get("nn_module_stack"), "stack_trace": value.meta.get("stack_trace")}
     return new
 
@@ -208,7 +208,7 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
 
     mode = next(n.meta["val"].fake_mode for n in source.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     for node, number in numbers.items():
-        new = mapping[node] = graph.call_function(aten.full.default, ([], number.item()), {"dtype": number.dtype})
+        new = mapping[node] = graph.create_node("call_function", aten.full.default, ([], number.item()), {"dtype": number.dtype}, name="full")
         new.meta = {"val": plain(node.meta["val"], mode), "module": "", "source": ""}
     for node in source.nodes:
         if node.op == "call_function":

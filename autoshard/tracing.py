@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -33,16 +35,19 @@ def tracing(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
+    """No warnings or logs of the tracer's own; what the model prints to stderr comes after a trace that succeeds."""
     loggers = {name: logging.getLogger(name) for name in NOISY}
     levels = {name: logger.level for name, logger in loggers.items()}
     for logger in loggers.values():
         logger.setLevel(logging.CRITICAL)
+    printed = io.StringIO()  # a failing export prints the graph so far
     try:
-        with warnings.catch_warnings():
+        with contextlib.redirect_stderr(printed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning)
             warnings.filterwarnings("ignore", module=r"torch\.")
             warnings.filterwarnings("ignore", message="The tensor attribute")
             yield
+        sys.stderr.write(printed.getvalue())
     finally:
         for name, logger in loggers.items():
             logger.setLevel(levels[name])

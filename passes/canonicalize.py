@@ -8,18 +8,19 @@ from autoshard.passes.drop_noops import drop_noops
 from autoshard.passes.literal_sizes import literal_sizes
 from autoshard.passes.mean_loss import mean_loss_to_sum
 from autoshard.passes.split_to_slices import split_to_slices
+from autoshard.passes.tidy_names import tidy_names
 from autoshard.passes.writes_to_cat import writes_to_cat
 from autoshard.program import Program
 
 
-STEPS = (split_to_slices, writes_to_cat, drop_noops, mean_loss_to_sum, literal_sizes, drop_noops, drop_constant_masks, drop_dead_code)
+STEPS = (split_to_slices, drop_noops, writes_to_cat, mean_loss_to_sum, literal_sizes, drop_noops, drop_constant_masks, drop_dead_code, tidy_names)
 
 
 def canonicalize(program: Program) -> Program:
     """The same function in canonical form; the program given is not changed.
 
     before:  split = aten.split.Tensor(x, 32, -1); a = getitem(split, 0); v = aten.view(a, [-1, 32]); d = aten.dropout(v, 0.0, True)
-    after:   a = aten.slice.Tensor(x, 2, 0, 32); v = aten.reshape(a, [128, 32])
+    after:   slice_1 = aten.slice.Tensor(x, 2, 0, 32); reshape = aten.reshape(slice_1, [128, 32])
 
     Canonical: ATen ops, functional; views are reshape, expand, slice, select, transpose or permute with literal sizes; dims count from the
     front; no copies, asserts or dropout that is off; mean losses are sum / count; nothing dead.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import fx
@@ -98,6 +98,7 @@ class _Cut:
         self.built: dict[tuple[fx.Node, Placement], fx.Node] = {}
         self.extras: dict[str, tuple[Extra, fx.Node]] = {}
         self.pure: set[fx.Node] = set()  # without gradient, from inputs, buffers and constants alone
+        self.dirty: set[fx.Node] = set()  # need extras themselves: they can't be computed in the prologue
         self.rules: dict[fx.Node, OpRule] = {}
 
     # --- natural placements ------------------------------------------------------------------------------------------
@@ -162,8 +163,9 @@ class _Cut:
         options = choices(rule, self.m, _blocks(rule, now))
         best: tuple[int, int, Choice] | None = None
         for order, choice in enumerate(options):
-            wrong = [x for x, a, b in zip(inputs, now, choice.operands) if not self._fits(x, a, b) and not self._free(x, a, b)]
-            if not all(result_of(x)[0] in self.pure for x in wrong):
+            bad = [(x, b) for x, a, b in zip(inputs, now, choice.operands) if not self._fits(x, a, b) and not self._free(x, a, b)]
+            wrong, wants = [x for x, _ in bad], [b for _, b in bad]
+            if not all(result_of(x)[0] in self.pure or self._reachable(x, p) for x, p in zip(wrong, wants)):
                 continue
             if choice.comms:
                 continue
@@ -178,9 +180,17 @@ class _Cut:
                 hint="use microbatches=1 (and a mesh without pipeline), or write the model so that samples do not meet before the loss",
             )
         choice = self.chosen[node] = best[2]
+        if best[0] or any(result_of(x)[0] in self.dirty for x in inputs):
+            self.dirty.add(node)
         for i in range(len(tensors(node.meta["val"]))):
             p = choice.results[min(i, len(choice.results) - 1)]
             self.time[node, i] = R if p == R_STAR and not node.meta.get("grad") else p
+
+    def _reachable(self, operand: fx.Node, wanted: Placement) -> bool:
+        """A value of weights alone that is the same for all micro-batches can be computed for one of them: positions expanded to the batch."""
+        if operand.op != "call_function" or is_getitem(operand) or self._now(operand) != R_STAR or not wanted.is_shard:
+            return False
+        return self._rederive(operand, wanted) is not None
 
     def _free(self, operand: fx.Node, now: Placement, wanted: Placement) -> bool:
         """R* -> P needs no communication: every micro-batch takes 1/m of the value."""
@@ -224,8 +234,8 @@ class _Cut:
         """The new node for an operand, in the wanted time placement."""
         producer, index = result_of(operand)
         now = self.time[producer, index]
-        if not operand.meta.get("grad") and {now, wanted} <= {R, R_STAR}:
-            wanted = now
+        if not operand.meta.get("grad") and wanted == R_STAR:
+            wanted = R  # without a gradient the two are one
         key = (operand, wanted)
         if key in self.built:
             return self.built[key]
@@ -251,21 +261,20 @@ class _Cut:
         return self.built[key]
 
     def _rederive(self, node: fx.Node, wanted: Placement) -> Choice | None:
-        """Another choice of a pure op that gives ``wanted`` itself and converts something smaller instead."""
+        """Another choice of an op that gives ``wanted`` itself and converts something smaller instead, or nothing."""
         if node.op != "call_function" or is_getitem(node) or not wanted.is_shard or self.time[node, 0] not in (R, R_STAR):
             return None
         best = None
-        whole = prod(node.meta["val"].shape)
+        whole = inf if node in self.dirty else prod(node.meta["val"].shape)
         inputs = operands(node)
         rule = self.rules[node]
         for choice in choices(rule, self.m, _blocks(rule, [wanted], result=True)):
             if choice.results[0] != wanted or choice.comms or not inputs:
                 continue
-            cost = sum(
-                prod(x.meta["val"].shape)
-                for x, p in zip(inputs, choice.operands)
-                if not self._fits(x, self._now(x), p)
-            )
+            wrong = [(x, p) for x, p in zip(inputs, choice.operands) if not self._fits(x, self._now(x), p)]
+            if not all(result_of(x)[0] in self.pure or self._reachable(x, p) for x, p in wrong):
+                continue
+            cost = sum(prod(x.meta["val"].shape) for x, _ in wrong if result_of(x)[0] in self.pure)
             if cost < whole and (best is None or cost < best[0]):
                 best = (cost, choice)
         return best[1] if best else None

@@ -1,11 +1,14 @@
-"""Multi-result views become one slice or select a result."""
+"""Multi-result views become one view a result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import fx
 
 from autoshard.passes.edit import arguments, new_op, replace
-from autoshard.program import Program
+from autoshard.program import Program, shape_of
 
 aten = torch.ops.aten
 
@@ -14,30 +17,37 @@ SPLITS = {
     aten.tensor_split.sections, aten.tensor_split.indices, aten.hsplit.int, aten.vsplit.int,
 }  # fmt: skip
 
+VIEWS = {aten.unbind.int, aten.broadcast_tensors.default}
+
 
 def split_to_slices(program: Program) -> Program:
-    """Replace split, chunk and unbind by slices and selects, made where they are read.
+    """Replace split, chunk, unbind and broadcast_tensors by slices, selects and expands, made where they are read.
 
     before:  s = aten.split.Tensor(x, 32, 2); q = getitem(s, 0); k = getitem(s, 1)      # x: [8, 16, 64]
     after:   q = aten.slice.Tensor(x, 2, 0, 32); k = aten.slice.Tensor(x, 2, 32, 64)
     """
     graph = program.graph
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in SPLITS and node.target is not aten.unbind.int:
+        if node.op != "call_function" or node.target not in SPLITS | VIEWS:
             continue
-        x, pieces = node.args[0], node.meta["val"]
-        if node.target in (aten.hsplit.int, aten.vsplit.int):
-            dim = 1 if node.target is aten.hsplit.int and x.meta["val"].dim() > 1 else 0
-        else:
-            dim = arguments(node)["dim"] % x.meta["val"].dim()
         for user in list(node.users):
-            index = user.args[1] % len(pieces)
             with graph.inserting_before(user):
-                if node.target is aten.unbind.int:
-                    piece = new_op(graph, aten.select.int, (x, dim, index), like=node)
-                else:
-                    start = sum(p.shape[dim] for p in pieces[:index])
-                    piece = new_op(graph, aten.slice.Tensor, (x, dim, start, start + pieces[index].shape[dim]), like=node)
+                piece = new_op(graph, *one_of(node, user.args[1] % len(node.meta["val"])), like=node)
             replace(user, piece)
         graph.erase_node(node)
     return program
+
+
+def one_of(node: fx.Node, index: int) -> tuple[Callable, tuple]:
+    """The op, and its arguments, that makes one of the results."""
+    x, pieces = node.args[0], node.meta["val"]
+    if node.target is aten.broadcast_tensors.default:
+        return aten.expand.default, (x[index], list(pieces[index].shape))
+    if node.target in (aten.hsplit.int, aten.vsplit.int):
+        dim = 1 if node.target is aten.hsplit.int and len(shape_of(x)) > 1 else 0
+    else:
+        dim = arguments(node)["dim"] % len(shape_of(x))
+    if node.target is aten.unbind.int:
+        return aten.select.int, (x, dim, index)
+    start = sum(p.shape[dim] for p in pieces[:index])
+    return aten.slice.Tensor, (x, dim, start, start + pieces[index].shape[dim])

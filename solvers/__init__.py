@@ -1,0 +1,1 @@
+"""Solvers: plain numbers in, plain numbers out. Nothing here knows torch, graphs or meshes."""

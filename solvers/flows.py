@@ -1,6 +1,6 @@
 """The op-sharding integer program in the flow formulation, built in one go and solved by HiGHS.
 
-Variables (ops, links and stars are those of ``reduce``):
+Variables (ops, links and stars are those of ``network``):
 
     x[op, s]        binary       op takes strategy s
     f[use, p, q]    in [0, 1]    use goes from class p of the producer to class q of the user; only pairs that are possible
@@ -19,6 +19,7 @@ A use by the producer itself has no f: strategy s goes from its own p to its own
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from collections.abc import Callable
 
 import numpy as np
@@ -26,13 +27,14 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
+from .network import INF, Network, Star
 from .problem import SolverError
-from .reduce import INF, Network, Star
 
 
 class FlowProgram:
     """The integer program of a network: columns and rows as arrays.
 
+    net: as ``reduce`` leaves it: no op has a link to itself, and no living strategy an impossible one.
     x: op -> (its living strategies, their columns). The x come first; ``integers`` is their number.
     """
 
@@ -129,16 +131,24 @@ class FlowProgram:
         return model
 
 
-def run(
-    program: FlowProgram, scale: float, time_limit: float, progress: Callable[[str], None] | None = None
-) -> tuple[dict[int, int], float, float, bool] | None:
-    """Solve: (strategy of each op, price and bound in seconds, whether the time sufficed for a proof), or None if infeasible.
+@dataclass(frozen=True)
+class Answer:
+    """chosen: strategy of each op. price and bound: seconds. optimal: whether the time sufficed for a proof."""
 
-    scale: brings the objective to the magnitude that HiGHS's tolerances (about 1e-6) are made for.
+    chosen: dict[int, int]
+    price: float
+    bound: float
+    optimal: bool
+
+
+def run(program: FlowProgram, scale: float, time_limit: float, progress: Callable[[str], None] | None = None) -> Answer | None:
+    """Solve; None if infeasible. ``scale`` brings seconds to the magnitude that HiGHS's tolerances are made for.
 
     Raises:
         SolverError: the time was over before any answer was found, or HiGHS failed.
     """
+    if not program.x:
+        return Answer({}, 0.0, 0.0, True)
     x = sorted(column for _, columns in program.x.values() for column in columns.tolist())
     model = mathopt.Model.from_model_proto(program.proto(scale))
     variables = [model.get_variable(column) for column in x]
@@ -177,5 +187,5 @@ def run(
     chosen = {
         op: int(alive[np.argmax([value.get(column, 0.0) for column in columns.tolist()])]) for op, (alive, columns) in program.x.items()
     }
-    bounds = result.termination.objective_bounds
-    return chosen, result.objective_value() / scale, bounds.dual_bound / scale, reason == mathopt.TerminationReason.OPTIMAL
+    bound = result.termination.objective_bounds.dual_bound
+    return Answer(chosen, result.objective_value() / scale, bound / scale, reason == mathopt.TerminationReason.OPTIMAL)

@@ -76,8 +76,8 @@ class ShardingProblem:
     def check(self) -> None:
         """Raises ValueError, naming the op or value, where an index, a length or a cost is wrong."""
         for op in self.ops:
-            if not all(map(isfinite, op.costs)) or not op.count >= 0:
-                raise ValueError(f"op {op.name!r}: costs are finite and the count is not negative")
+            if not all(isfinite(cost) and cost >= 0 for cost in op.costs) or not op.count >= 0:
+                raise ValueError(f"op {op.name!r}: costs and counts are finite and not negative")
         for value in self.values:
             if not 0 <= value.op < len(self.ops) or len(value.placements) != len(self.ops[value.op].costs):
                 raise ValueError(f"value {value.name!r}: one placement for each strategy of its op is needed")
@@ -87,7 +87,8 @@ class ShardingProblem:
             if not 0 <= use.value < len(self.values) or not 0 <= use.op < len(self.ops):
                 raise ValueError(f"a use points to value {use.value} and op {use.op}, which do not both exist")
             if len(use.demands) != len(self.ops[use.op].costs):
-                raise ValueError(f"use of {self.values[use.value].name!r} by {self.ops[use.op].name!r}: one demand for each strategy is needed")
+                user, value = self.ops[use.op].name, self.values[use.value].name
+                raise ValueError(f"use of {value!r} by {user!r}: one demand for each strategy is needed")
 
 
 @dataclass(frozen=True)

@@ -1,132 +1,25 @@
-"""Presolve of the op-sharding problem: exact, so an optimum of what is left is an optimum of the whole.
+"""Presolve of a network: exact, so an optimum of what is left is an optimum of the whole.
 
-The problem becomes a network over the ops. Strategies that leave a value in one placement, or demand one placement of it, share a
-*class*; a table holds the price of going from class to class, infinity where there is no way.
-
-    link    a value with one user: table[class of the producer, class of the user] is paid
-    star    a value with several users: table[class of the producer, q] is paid once for every q that any user demands
-
-A removed strategy has cost infinity. The reductions, repeated until nothing changes:
+The reductions, repeated until nothing changes:
 
     (P1) a strategy that has no partner across some link or star is removed; an op that loses its last one is the reason of infeasibility
     (P2) a link from an op to itself, or with one class at one end, or with one price throughout, is added to op costs
     (P3) in a star, a user whose demands are all free is dropped; users that share no price are split off, as links if alone
-    (P4) strategy t is removed if some s costs no more whatever all neighbours do:
-         cost[s] - cost[t] + sum over links and stars of max over what the neighbour may do (price[s] - price[t]) <= 0
-         (merges equal strategies too: the lower index stays)
+    (P4) dominated strategies are removed: see ``dominance``
     (P5) an op with links only, to at most two ops, is eliminated: its cheapest strategy for each pair of their classes makes a link
-         between them (an op that can only follow, a weight, a unary op). ``Network.recover`` chooses its strategy afterwards.
-    (P6) several links between the same two ops become one, where that makes no larger table
+         between them (an op that can only follow, a weight, a unary op). ``Network.recover`` chooses its strategy afterwards
+    (P6) several links between the same two ops become one, where that makes no large table
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from .problem import Infeasible, ShardingProblem
+from .dominance import remove_dominated
+from .network import INF, Link, Network, Star
+from .problem import Infeasible
 
-INF = float("inf")
 _LARGEST_TABLE = 4096  # entries of a table that (P5) or (P6) may make
-
-
-@dataclass
-class Link:
-    """A price between two ops. rows/cols: class of each strategy of op a / b; table[row, col] in seconds."""
-
-    a: int
-    b: int
-    rows: np.ndarray
-    cols: np.ndarray
-    table: np.ndarray
-    name: str
-
-    def seen_from(self, op: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """(the other op, own classes, the other's classes, table with own classes as rows)."""
-        return (self.b, self.rows, self.cols, self.table) if op == self.a else (self.a, self.cols, self.rows, self.table.T)
-
-
-@dataclass
-class Star:
-    """A value of op a and its users: (op, class of each of its strategies). table[row, col] in seconds, paid once per col."""
-
-    a: int
-    rows: np.ndarray
-    users: list[tuple[int, np.ndarray]]
-    table: np.ndarray
-    name: str
-
-
-@dataclass
-class Network:
-    """What is left of a problem. ``costs`` in seconds by op and strategy; ``offset`` is already certain to be paid."""
-
-    names: list[str]
-    costs: list[np.ndarray]
-    links: dict[int, Link] = field(default_factory=dict)
-    stars: dict[int, Star] = field(default_factory=dict)
-    offset: float = 0.0
-    eliminated: list[tuple[int, np.ndarray, list[Link]]] = field(default_factory=list)
-    gone: set[int] = field(default_factory=set)
-    _next: int = 0
-
-    def alive(self, op: int) -> np.ndarray:
-        """Indices of the strategies of ``op`` that are left."""
-        return np.flatnonzero(self.costs[op] < INF)
-
-    def add(self, edge: Link | Star) -> int:
-        (self.links if isinstance(edge, Link) else self.stars)[self._next] = edge
-        self._next += 1
-        return self._next - 1
-
-    def scale(self) -> float:
-        """What to multiply seconds by so that a typical answer costs about 1e4: the middle prices of ops, links and stars add up to that."""
-        middle = [np.median(cost[cost < INF]) for op, cost in enumerate(self.costs) if op not in self.gone]
-        middle += [np.median(edge.table[edge.table < INF]) for edge in [*self.links.values(), *self.stars.values()]]
-        total = float(sum(abs(m) for m in middle))
-        return 1e4 / total if total > 0.0 else 1.0
-
-    def recover(self, chosen: dict[int, int]) -> tuple[int, ...]:
-        """The strategy of every op, given those of the ops that were not eliminated."""
-        chosen = dict(chosen)
-        for op, costs, links in reversed(self.eliminated):
-            price = costs.copy()
-            for link in links:
-                other, mine, others, table = link.seen_from(op)
-                price += table[mine, others[chosen[other]]]
-            chosen[op] = int(np.argmin(price))
-        return tuple(chosen[op] for op in range(len(self.costs)))
-
-
-def network(problem: ShardingProblem) -> Network:
-    """The problem as a network, nothing reduced yet."""
-    net = Network([op.name for op in problem.ops], [op.count * np.array(op.costs, dtype=float) for op in problem.ops])
-    for op in problem.ops:
-        if not op.costs:
-            raise Infeasible(f"{op.name} has no strategy", (op.name,))
-    users: dict[int, dict[tuple[int, tuple[int, ...]], None]] = {}
-    for use in problem.uses:
-        users.setdefault(use.value, {})[use.op, use.demands] = None  # a repeated use pays nothing more
-    for index, value in enumerate(problem.values):
-        if index not in users:
-            continue
-        row_of = {p: i for i, p in enumerate(dict.fromkeys(value.placements))}
-        col_of = {q: i for i, q in enumerate(dict.fromkeys(q for _, demands in users[index] for q in demands))}
-        table = np.full((len(row_of), len(col_of)), INF)
-        for (p, q), seconds in value.moves.items():
-            if p in row_of and q in col_of:
-                table[row_of[p], col_of[q]] = value.count * seconds
-        for p, row in row_of.items():
-            if p in col_of:
-                table[row, col_of[p]] = 0.0
-        rows = np.array([row_of[p] for p in value.placements])
-        ends = [(op, np.array([col_of[q] for q in demands])) for op, demands in users[index]]
-        if len(ends) == 1:
-            net.add(Link(value.op, ends[0][0], rows, ends[0][1], table, value.name))
-        else:
-            net.add(Star(value.op, rows, ends, table, value.name))
-    return net
 
 
 def reduce(net: Network) -> None:
@@ -140,7 +33,7 @@ def reduce(net: Network) -> None:
             touched |= _simplify_link(net, key)
         edges = _edges(net)
         for op in sorted(dirty | touched):
-            if op not in net.gone and _dominated(net, op, *edges[op]):
+            if op not in net.gone and remove_dominated(net, op, *edges[op]):
                 touched |= {op} | _neighbours(net, op, *edges[op])
         for op in sorted(dirty | touched):
             touched |= _eliminate(net, op)
@@ -252,20 +145,15 @@ def _simplify_star(net: Network, key: int) -> set[int]:
         columns, cols = column[columns], np.where(net.costs[op] < INF, column[cols], column[columns[0]])
         if not free[columns].all():
             users[op, cols.tobytes()] = (op, cols, columns)
-    groups: list[list[tuple[int, np.ndarray, np.ndarray]]] = []
-    for user in users.values():
-        mine = set(user[2][priced[user[2]]].tolist())
-        joined = [g for g in groups if any(mine.intersection(other[2].tolist()) for other in g)]
-        groups = [g for g in groups if g not in joined] + [[*(u for g in joined for u in g), user]] if joined else [*groups, [user]]
+    groups = _sharing([(op, cols, set(columns[priced[columns]].tolist())) for op, cols, columns in users.values()])
     if len(groups) == 1 and len(groups[0]) > 1:
         if len(groups[0]) < len(star.users):
             touched |= {star.a, *(op for op, _ in star.users)}
-        star.users = [(op, cols) for op, cols, _ in groups[0]]
+        star.users = groups[0]
         return touched
     del net.stars[key]
     touched |= {star.a, *(op for op, _ in star.users)}
-    for group in groups:
-        ends = [(op, cols) for op, cols, _ in group]
+    for ends in groups:
         if len(ends) == 1:
             net.add(Link(star.a, ends[0][0], star.rows, ends[0][1], star.table, star.name))
         else:
@@ -273,60 +161,15 @@ def _simplify_star(net: Network, key: int) -> set[int]:
     return touched
 
 
-def _difference(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """better - worse, where a neighbour that ``worse`` can't have does not count."""
-    with np.errstate(invalid="ignore"):
-        return np.where(worse == INF, -INF, better - worse)
-
-
-def _dominated(net: Network, op: int, links: list[int], stars: list[int]) -> bool:
-    """(P4) on one op; whether a strategy was removed."""
-    alive = net.alive(op)
-    if len(alive) < 2:
-        return False
-    cost = net.costs[op][alive]
-    worst = cost[:, None] - cost[None, :]  # [s, t]: the most that taking s instead of t can cost more
-    for key in links:
-        if key in net.links:
-            other, mine, others, table = net.links[key].seen_from(op)
-            table = table[:, np.unique(others[net.alive(other)])]
-            change = _difference(table[:, None, :], table[None, :, :]).max(axis=2)
-            worst = worst + change[np.ix_(mine[alive], mine[alive])]
-    for key in stars:
-        if key in net.stars:
-            worst = worst + _star_change(net, net.stars[key], op, alive)
-    np.fill_diagonal(worst, INF)
-    removed = False
-    left = np.ones(len(alive), dtype=bool)
-    for t in range(len(alive) - 1, -1, -1):
-        if (worst[left, t] <= 0.0).any():
-            left[t], removed = False, True
-            net.costs[op][alive[t]] = INF
-    return removed
-
-
-def _star_change(net: Network, star: Star, op: int, alive: np.ndarray) -> np.ndarray:
-    """(P4) The most that strategy s of ``op`` instead of t can add to a star's price, as [s, t] over the living strategies."""
-    change = np.zeros((len(alive), len(alive)))
-    demanded = [np.unique(cols[net.alive(user)]) for user, cols in star.users]
-    if op == star.a:
-        diff = _difference(star.table[:, None, :], star.table[None, :, :])
-        most = np.stack([diff[:, :, columns].max(axis=2) for columns in demanded])
-        own = np.where((most <= 0.0).all(axis=0), most.min(axis=0), np.maximum(most, 0.0).sum(axis=0))
-        change = change + own[np.ix_(star.rows[alive], star.rows[alive])]
-    table = star.table[np.unique(star.rows[net.alive(star.a)])]
-    for i, (user, cols) in enumerate(star.users):
-        if user == op:
-            others = [columns for j, columns in enumerate(demanded) if j != i]
-            alone = np.setdiff1d(demanded[i], np.concatenate(others)) if others else demanded[i]
-            saved = np.zeros_like(table)
-            saved[:, alone] = table[:, alone]
-            after, before = table[:, :, None], table[:, None, :]
-            with np.errstate(invalid="ignore"):
-                most = np.where(before == INF, -INF, after - saved[:, None, :]).max(axis=0)
-            np.fill_diagonal(most, 0.0)
-            change = change + most[np.ix_(cols[alive], cols[alive])]
-    return change
+def _sharing(users: list[tuple[int, np.ndarray, set[int]]]) -> list[list[tuple[int, np.ndarray]]]:
+    """(P3) The users (op, classes, priced classes) in groups that have no priced class in common, in the order of their first users."""
+    groups: list[tuple[set[int], list[tuple[int, np.ndarray]]]] = []
+    for op, cols, priced in users:
+        apart = [group for group in groups if not group[0] & priced]
+        joined = [group for group in groups if group[0] & priced]
+        ends = [end for _, group in joined for end in group] + [(op, cols)]
+        groups = [*apart, (priced.union(*(classes for classes, _ in joined)), ends)]
+    return [ends for _, ends in groups]
 
 
 def _eliminate(net: Network, op: int) -> set[int]:

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .flows import FlowProgram, run
+from .network import network
 from .problem import Evaluation, Infeasible, Op, ShardingProblem, ShardingSolution, SolverError, Use, Value, evaluate
-from .reduce import network, reduce
+from .reduce import reduce
 
 __all__ = ["Evaluation", "Infeasible", "Op", "ShardingProblem", "ShardingSolution", "SolverError", "Use", "Value", "evaluate", "solve"]
 
 AGREEMENT = 1e-6  # relative difference allowed between the solver's price and evaluate's
+FINE = 10.0  # an objective this large, as scaled, is well above HiGHS's tolerances of 1e-7 to 1e-6
 
 
 def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable[[str], None] | None = None) -> ShardingSolution:
@@ -40,24 +42,28 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
     net = network(problem)
     reduce(net)
     program = FlowProgram(net)
-    built = time.perf_counter()
+    built, variables = time.perf_counter(), program.columns
     if progress:
         progress(
             f"{len(problem.ops)} ops, {sum(len(op.costs) for op in problem.ops)} strategies; after presolve {len(program.x)} ops, "
             f"{program.integers} strategies, {program.columns - program.integers} flow variables, {program.rows} rows"
         )
-    if program.x:
-        answer = run(program, net.scale(), time_limit, progress)
+    scale = net.scale()
+    while True:
+        answer = run(program, scale, time_limit, progress)
         if answer is None:
             raise _explain(problem)
-        chosen, claimed, bound, optimal = answer
-        solver = "HiGHS"
-    else:
-        chosen, claimed, bound, optimal, solver = {}, 0.0, 0.0, True, "presolve"
-    choices = net.recover(chosen)
-    price = evaluate(problem, choices)
-    claimed, bound = claimed + net.offset, bound + net.offset
-    if price.violations or abs(price.objective - claimed) > AGREEMENT * max(abs(claimed), abs(price.objective)):
+        choices = net.recover(answer.chosen)
+        price = evaluate(problem, choices)
+        if price.violations or not answer.optimal or price.objective == 0.0 or price.objective * scale >= FINE:
+            break
+        # Far cheaper than ``scale`` supposed, so lost in the solver's tolerances: again, without all that costs more than this answer.
+        net.forget(price.objective)
+        reduce(net)
+        program, scale = FlowProgram(net), 1e4 / price.objective
+    claimed, bound = answer.price + net.offset, answer.bound + net.offset
+    over = price.objective - claimed  # an unfinished answer may hold flows that its own x make cheaper, a finished one may not
+    if price.violations or (abs(over) if answer.optimal else over) > AGREEMENT * max(claimed, price.objective):
         raise SolverError(f"the solver claims {claimed!r} s, evaluate says {price.objective!r} s {price.violations}")
     return ShardingSolution(
         choices=choices,
@@ -65,9 +71,9 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
         bound=min(bound, price.objective),
         seconds=time.perf_counter() - start,
         build_seconds=built - start,
-        status="optimal" if optimal else "time limit",
-        solver=solver,
-        variables=program.columns,
+        status="optimal" if answer.optimal else "time limit",
+        solver="HiGHS" if variables else "presolve",
+        variables=variables,
     )
 
 
@@ -85,6 +91,8 @@ def _explain(problem: ShardingProblem) -> Infeasible:
         for use in problem.uses
         if values[use.value].moves[problem.values[use.value].placements[choices[values[use.value].op]], use.demands[choices[use.op]]]
     ]
+    if not stuck:
+        raise SolverError("HiGHS calls a problem infeasible that is not")
     text = "; ".join(f"{op.name} can't be given {value.name} in a placement that it can use" for value, op in stuck)
     return Infeasible(
         f"no combination of strategies is consistent: {text}",

@@ -18,12 +18,6 @@ def interface(batch, batch_dims=None, **rest):
     return rt.Interface(Signature(tuple(batch), tuple(batch)), arguments, **rest)
 
 
-def build(cls, mesh, rank, m):
-    """The class for one rank: rank constants are baked in, as emitted code has them."""
-    _, _, stage = Mesh(*mesh).coords(rank)
-    return cls(mesh, rank, stage, m)
-
-
 # --- an MLP with a column- and a row-parallel linear, mean squared error; one parameter is never read, one is frozen ----------------------
 
 
@@ -91,7 +85,7 @@ def mlp(mesh, rank, stage, m, samples=7):
     return Stage
 
 
-# --- a tied embedding and head on the first and last of two or three stages; mean over the valid tokens, counted in a prologue -----------
+# --- a tied embedding and head on the first and last stage; mean over the valid tokens, counted in a prologue ----------------------------
 
 
 class Tied(nn.Module):
@@ -123,18 +117,14 @@ def tied_batch(seed, samples=8):
 
 
 def tied(mesh, rank, stage, m, samples=8, frozen_below=0):
-    """Stage s of p runs block s (p is the number of blocks); the embedding output is relayed to the last stage."""
-    data, _, p = mesh
-    size = samples // m
-    coords = Mesh(*mesh).coords(rank)[:2]
-    hidden = local_shape((size, 3, 4), parse_layout("[S(0), R]"), mesh[:2], coords)
-    last = stage == p - 1
+    """The blocks, two or one for each stage, in order; the embedding's output is relayed to the last stage."""
+    stages = mesh[2]
+    size, last = samples // m, stage == stages - 1
+    hidden = local_shape((size, 3, 4), parse_layout("[S(0), R]"), mesh[:2], Mesh(*mesh).coords(rank)[:2])
+    blocks = (0, 1) if stages == 1 else (stage,)
 
     class Stage(rt.StageModule):
-        params = {
-            "block_weight": rt.Param((f"blocks.{stage}.weight",), (4, 4), "[R, R]", F64, stage >= frozen_below, sync=("data",), stages=(stage,)),
-            "block_bias": rt.Param((f"blocks.{stage}.bias",), (4,), "[R, R]", F64, stage >= frozen_below, sync=("data",), stages=(stage,)),
-        }
+        params = {}
         inputs = {}
         receives = (rt.Value(hidden, F64, True), rt.Value(hidden, F64, True)) if stage else ()
         sends = () if last else (rt.Value(hidden, F64, True), rt.Value(hidden, F64, True))
@@ -144,9 +134,13 @@ def tied(mesh, rank, stage, m, samples=8, frozen_below=0):
             rt.Output(2, (), "[R, R]", "R", torch.int64, requires_grad=False),
         )
         loss = 0
-        if stage in (0, p - 1):
-            holders = tuple(sorted({0, p - 1}))
-            params["embed_weight"] = rt.Param(("embed.weight", "head.weight"), (11, 4), "[R, R]", F64, True, sync=("data",), stages=holders)
+        if stage in (0, stages - 1):
+            ends = tuple(sorted({0, stages - 1}))
+            params["embed_weight"] = rt.Param(("embed.weight", "head.weight"), (11, 4), "[R, R]", F64, True, sync=("data",), stages=ends)
+        for i in blocks:
+            trained = i >= frozen_below
+            params[f"w{i}"] = rt.Param((f"blocks.{i}.weight",), (4, 4), "[R, R]", F64, trained, sync=("data",), stages=(stage,))
+            params[f"b{i}"] = rt.Param((f"blocks.{i}.bias",), (4,), "[R, R]", F64, trained, sync=("data",), stages=(stage,))
         if stage == 0:
             inputs["ids"] = rt.Input((size, 3), torch.int64, "[S(0), R]")
         if last:
@@ -157,31 +151,27 @@ def tied(mesh, rank, stage, m, samples=8, frozen_below=0):
             def prologue(self, whole_labels):
                 return {"count": (whole_labels != -100).sum()}
 
-        def block(self, h):
-            return h + torch.tanh(F.linear(h, self.block_weight, self.block_bias))
+        def start(self, ids):
+            first = F.embedding(ids, self.embed_weight)
+            return self.middle(first), first
 
-        def finish(self, h, first, labels, count):
+        def middle(self, h):
+            for i in blocks:
+                h = h + torch.tanh(F.linear(h, getattr(self, f"w{i}"), getattr(self, f"b{i}")))
+            return h
+
+        def end(self, h, first, labels, count):
             logits = F.linear(h + first, self.embed_weight)
             error = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
             return rt.convert(error, "P -> R", self.data), logits, count
 
-    if p == 1:
-        Stage.forward = lambda self, ids, labels, count: _whole_tied(self, ids, labels, count)
+    if stages == 1:
+        Stage.forward = lambda self, ids, labels, count: self.end(*self.start(ids), labels, count)
     elif stage == 0:
-        Stage.forward = lambda self, ids: _first_tied(self, ids)
+        Stage.forward = lambda self, ids: self.start(ids)
     elif last:
-        Stage.forward = lambda self, h, first, labels, count: self.finish(self.block(h), first, labels, count)
+        Stage.forward = lambda self, h, first, labels, count: self.end(self.middle(h), first, labels, count)
     else:
-        Stage.forward = lambda self, h, first: (self.block(h), first)
+        Stage.forward = lambda self, h, first: (self.middle(h), first)
     Stage.mesh, Stage.rank, Stage.stage, Stage.microbatches = mesh, rank, stage, m
     return Stage
-
-
-def _first_tied(self, ids):
-    first = F.embedding(ids, self.embed_weight)
-    return self.block(first), first
-
-
-def _whole_tied(self, ids, labels, count):
-    h, first = _first_tied(self, ids)
-    return self.finish(h, first, labels, count)

@@ -66,13 +66,16 @@ POINTWISE = table({
     "where.Scalar": [(b(5, 6), 0.5, 0.2)],
     "masked_fill.Scalar": [(f(5, 6), b(5, 6), -1e4), (f(5, 6), b(6), 0)],
     "masked_fill.Tensor": [(f(5, 6), b(5, 6), f())],
-    "to.dtype": [(f(5, 6), torch.float32), (f(5, 6), torch.int64), (i(5, 5, 6), torch.float64), (b(5, 6), torch.float64), (i(5, 6), torch.bool)],
+    "to.dtype": [(f(5, 6), torch.float32), (f(5, 6), torch.int64),
+                 (i(5, 5, 6), torch.float64), (b(5, 6), torch.float64), (i(5, 6), torch.bool)],
     "_to_copy": [(f(5, 6), {"dtype": torch.float32})],
     "to.device": [(f(5, 6), torch.device("cpu"), torch.float32)],
     "to.dtype_layout": [(f(5, 6), {"dtype": torch.float32})],
     "imag": [(z(5, 6),)],
     "resolve_conj conj conj_physical angle sgn": [(z(5, 6),)],
-    "mul.Tensor multiply.Tensor div.Tensor divide.Tensor true_divide.Tensor": [(f(5, 6), f(6)), (f(5, 6), f(5, 6)), (f(5, 6), 0.7), (f(5, 1), f(6))],
+    "mul.Tensor multiply.Tensor div.Tensor divide.Tensor true_divide.Tensor": [
+        (f(5, 6), f(6)), (f(5, 6), f(5, 6)), (f(5, 6), 0.7), (f(5, 1), f(6)),
+    ],
     "div.Tensor_mode divide.Tensor_mode": [(f(5, 6), f(6), {"rounding_mode": "floor"}), (f(5, 6), f(6), {"rounding_mode": None})],
     "div.Scalar_mode": [(f(5, 6), 0.3, {"rounding_mode": "floor"}), (f(5, 6), 0.3, {"rounding_mode": None})],
     "add.Tensor sub.Tensor subtract.Tensor rsub.Tensor": [(f(5, 6), f(6)), (f(6), f(5, 6)), (f(5, 6), f(1), {"alpha": 2})],
@@ -83,6 +86,7 @@ POINTWISE = table({
     "lerp.Tensor": [(f(5, 6), f(6), f(5, 1))],
     "prelu": [(f(5, 6, 4) - 0.5, f(6)), (f(5, 6) - 0.5, f(1))],
     "_prelu_kernel": [(f(5, 6, 4) - 0.5, f(1, 6, 1))],
+    "fill.Tensor": [(f(5, 6), f())],
     "gelu": [(f(5, 6), {"approximate": "tanh"}), (f(5, 6),)],
     "nextafter copysign.Tensor heaviside": [(f(5, 6) - 0.5, f(6))],
     "isin.Tensor_Scalar": [(i(3, 5, 6), 1)],
@@ -102,6 +106,7 @@ SAMPLES = {
         "flatten.using_ints": [(f(4, 6, 8), 1, 2)],
         "unflatten.int": [(f(4, 24), 1, [4, 6])],
         "view_as reshape_as": [(f(4, 24), f(4, 4, 6))],
+        "atleast_1d atleast_2d atleast_3d": [(f(5, 6),), (f(6),)],
         "ravel": [(f(4, 6),)],
         "transpose.int swapaxes swapdims": [(f(4, 5, 6), 1, -1), (f(4, 5), 0, 1)],
         "t": [(f(5, 6),), (f(6),)],
@@ -117,7 +122,9 @@ SAMPLES = {
         "expand broadcast_to": [(f(5, 1, 6), [5, 4, 6]), (f(6), [4, 6]), (f(4, 2, 1, 3), [4, 2, 3, 3])],
         "expand_as": [(f(5, 1, 6), f(5, 4, 6))],
         "repeat tile": [(f(4, 6), [2, 1]), (f(4, 6), [3, 1, 2]), (f(1, 6), [4, 1]), (f(6), [1, 2])],
-        "repeat_interleave.self_int": [(f(4, 6), 2, 0), (f(4, 6), 2), (f(4, 6), 2, 1, {"output_size": 12}), (f(4, 1), 3, 1), (f(4, 6), 1, 0)],
+        "repeat_interleave.self_int": [
+            (f(4, 6), 2, 0), (f(4, 6), 2), (f(4, 6), 2, 1, {"output_size": 12}), (f(4, 1), 3, 1), (f(4, 6), 1, 0),
+        ],
         "diagonal": [(f(4, 5, 6), 0, 1, 2)],
         "diag_embed": [(f(4, 6),)],
         "view_as_real": [(z(5, 6),)],
@@ -137,6 +144,10 @@ SAMPLES = {
         "stack": [([f(5, 6), f(5, 6)], 1), ([f(6), f(6), f(6)], -1)],
         "pad": [(f(5, 6), [0, 1], "constant", 7.0), (f(5, 6), [1, 1], "reflect"), (f(4, 5, 6), [0, 0, 1, 0])],
         "constant_pad_nd": [(f(5, 6), [2, -1]), (f(5, 6), [0, 1], 1.0)],
+        "hstack": [([f(5, 4), f(5, 4)],), ([f(4), f(4)],)],
+        "linalg_cross": [(f(5, 3), f(5, 3)), (f(3, 6), f(3, 6), {"dim": 0})],
+        "meshgrid.indexing": [([f(5), f(6)], {"indexing": "ij"}), ([f(5), f(6), f(4)], {"indexing": "xy"})],
+        "trace diag": [(f(6, 6),)],
         "reflection_pad1d replication_pad1d": [(f(4, 5, 6), [1, 2])],
         "reflection_pad2d replication_pad2d": [(f(4, 5, 6, 6), [1, 2, 1, 1])],
         "flip": [(f(5, 6), [-1])],
@@ -151,12 +162,14 @@ SAMPLES = {
     }),
     # reductions
     **table({
-        "sum mean amax amin max min var std prod norm.Scalar median any all argmax argmin linalg_vector_norm": [(f(5, 6),)],
-        "nansum count_nonzero": [(f(5, 6),), (f(4, 5, 6), [0, 2])],
+        "sum mean amax amin max min var std prod norm.Scalar median any all argmax argmin linalg_vector_norm linalg_norm": [(f(5, 6),)],
+        "nansum": [(f(5, 6),), (f(4, 5, 6), [0, 2])],
+        "count_nonzero": [(f(5, 6),), (f(4, 5, 6), 2)],
         "count_nonzero.dim_IntList": [(f(4, 5, 6), [0, 2])],
         "sum.dim_IntList mean.dim": [(f(5, 6), [1], True), (f(4, 5, 6), [0, -1]), (f(5, 6), [])],
         "norm.ScalarOpt_dim": [(f(5, 6), 2, [1], True)],
-        "logsumexp": [(f(5, 6), [1]), (f(5, 6), [0], True)],
+        "quantile.scalar": [(f(5, 6), 0.3, 1), (f(5, 6), 0.3)],
+        "logsumexp special_logsumexp": [(f(5, 6), [1]), (f(5, 6), [0], True)],
         "prod.dim_int any.dim all.dim": [(f(5, 6), 1), (f(5, 6), 0, True)],
         "any.dims all.dims": [(f(4, 5, 6), [0, 1])],
         "max.dim min.dim median.dim mode": [(f(5, 6), 1), (f(5, 6), 0, True)],
@@ -165,7 +178,7 @@ SAMPLES = {
         "var.correction std.correction var_mean.correction std_mean.correction": [(f(5, 6), [1], {"correction": 0, "keepdim": True})],
         "var_mean std_mean": [(f(5, 6),)],
         "aminmax": [(f(5, 6), {"dim": 1})],
-        "softmax.int log_softmax.int": [(f(5, 6), -1), (f(5, 6), 0)],
+        "softmax.int log_softmax.int special_softmax special_log_softmax": [(f(5, 6), -1), (f(5, 6), 0)],
         "_softmax _log_softmax": [(f(5, 6), 1, False)],
         "cumsum cumprod logcumsumexp cummax cummin": [(f(5, 6), 1)],
         "sort argsort": [(f(5, 6), 1)],
@@ -194,11 +207,13 @@ SAMPLES = {
             ("bsh,hn->bsn", [f(4, 5, 6), f(6, 3)]), ("i,i", [f(6), f(6)]), ("...ij,...jk->...ik", [f(4, 5, 6), f(4, 6, 3)]),
             ("ii->i", [f(6, 6)]), ("bec,be->c", [f(4, 3, 6), f(4, 3)]), ("ba", [f(5, 6)]), ("ab,bc,cd->ad", [f(3, 4), f(4, 5), f(5, 6)]),
         ],
+        "tensordot": [(f(4, 5, 6), f(6, 5, 3), [1, 2], [1, 0]), (f(4, 6), f(6, 5), [-1], [0])],
+        "bilinear": [(f(4, 5, 6), f(4, 5, 3), f(8, 6, 3), f(8)), (f(5, 6), f(5, 4), f(3, 6, 4), None)],
         "scaled_dot_product_attention": [
             (f(2, 4, 5, 3), f(2, 4, 6, 3), f(2, 4, 6, 2)),
             (f(2, 4, 5, 3), f(2, 4, 5, 3), f(2, 4, 5, 3), None, 0.0, True),
             (f(2, 4, 6, 3), f(2, 4, 5, 3), f(2, 4, 5, 3), f(1, 4, 6, 5)),
-            (f(2, 4, 6, 3), f(2, 4, 5, 3), f(2, 4, 5, 3), b(2, 1, 6, 5) | torch.eye(6, 5, dtype=torch.bool) | (torch.arange(6) == 5)[:, None]),
+            (f(2, 4, 6, 3), f(2, 4, 5, 3), f(2, 4, 5, 3), b(2, 1, 6, 5) | (torch.arange(5) == 2)),
             (f(2, 4, 6, 3), f(2, 4, 5, 3), f(2, 4, 5, 3), f(6, 5), 0.0, False, {"scale": 0.5}),
             (f(2, 6, 4, 3), f(2, 2, 5, 3), f(2, 2, 5, 3), None, 0.0, False, {"enable_gqa": True}),
             (f(2, 8, 4, 3), f(2, 2, 5, 3), f(2, 2, 5, 3), f(2, 8, 4, 5), 0.0, False, {"enable_gqa": True}),
@@ -226,7 +241,8 @@ SAMPLES = {
     **table({
         "embedding": [(f(8, 6), i(8, 4, 5)), (f(8, 6), i(8, 5), 3), (f(7, 4), i(7, 6), -1, True)],
         "index.Tensor": [
-            (f(4, 6), [i(4, 5)]), (f(4, 5, 6), [None, i(5, 6)]), (f(4, 5, 6), [i(4, 6, 1), i(5, 4)]), (f(4, 5, 6), [i(4, 6), None, i(6, 6)]),
+            (f(4, 6), [i(4, 5)]), (f(4, 5, 6), [None, i(5, 6)]), (f(4, 5, 6), [i(4, 6, 1), i(5, 4)]),
+            (f(4, 5, 6), [i(4, 6), None, i(6, 6)]),
             (f(4, 6), [b(4)]), (f(4, 6, 3), [i(4), i(6, 5)]),
         ],
         "index_put": [
@@ -251,7 +267,8 @@ SAMPLES = {
     # losses
     **table({
         "cross_entropy_loss": [
-            (f(6, 5), torch.tensor([1, -100, 4, 0, 2, 3]), None, 2), (f(6, 5), i(5, 6), f(5), 2, -100, 0.1), (f(6, 5), i(5, 6), f(5), 0, 3, 0.1),
+            (f(6, 5), torch.tensor([1, -100, 4, 0, 2, 3]), None, 2), (f(6, 5), i(5, 6), f(5), 2, -100, 0.1),
+            (f(6, 5), i(5, 6), f(5), 0, 3, 0.1),
             (f(6, 5), i(5, 6), None, 1), (f(4, 5, 6), i(5, 4, 6), None, 2), (f(4, 5, 6), i(5, 4, 6), None, 0), (f(6, 5), f(6, 5), f(5), 2),
             (f(5), i(5), None, 2), (f(4, 5, 3), f(4, 5, 3), None, 0),
         ],
@@ -263,6 +280,8 @@ SAMPLES = {
         "hinge_embedding_loss": [(f(5, 6), torch.ones(5, 6), 1.0, r) for r in range(3)],
         "cosine_embedding_loss": [(f(5, 6), f(5, 6), torch.ones(5), 0.1, r) for r in range(3)],
         "triplet_margin_loss": [(f(5, 6), f(5, 6), f(5, 6), 1.0, 2.0, 1e-6, False, r) for r in range(3)],
+        "cdist": [(f(3, 5, 4), f(3, 6, 4)), (f(5, 4), f(6, 4))],
+        "pairwise_distance": [(f(5, 6), f(5, 6)), (f(4, 5, 6), f(6), 2.0, 1e-6, True)],
         "cosine_similarity": [(f(5, 6), f(5, 6)), (f(4, 5, 6), f(5, 1), 1)],
     }),
     **table({
@@ -312,7 +331,7 @@ SAMPLES = {
         "feature_dropout": [(f(5, 6, 4), 0.0, True)],
         "bernoulli": [(b(5, 6).double(),)],
         "bernoulli.p": [(f(5, 6), 1.0)],
-        "rand_like randn_like empty_like": [(f(5, 6),)],
+        "rand_like randn_like empty_like exponential": [(f(5, 6),)],
         "randint_like": [(f(5, 6), 1)],
         "randint_like.low_dtype": [(f(5, 6), 2, 3)],
         "multinomial": [(torch.eye(5, 6, dtype=torch.float64), 3, True)],
@@ -340,17 +359,18 @@ SAMPLES = {
 }  # fmt: skip
 
 ARBITRARY = {aten(*name.split(".")) for name in (
-    "rand_like randn_like empty_like rand randn randint randint.low randperm normal.float_float empty.memory_format new_empty").split()}  # fmt: skip
+    "rand_like randn_like empty_like exponential rand randn randint randint.low randperm "
+    "normal.float_float empty.memory_format new_empty").split()}  # fmt: skip
 """Ops whose values are anything: only shapes are compared."""
 
 NO_BACKWARD = {aten(*name.split(".")) for name in (
-    "heaviside nextafter special_log_ndtr floor_divide floor_divide.Scalar randint_like randint_like.low_dtype").split()}  # fmt: skip
+    "heaviside nextafter special_log_ndtr floor_divide floor_divide.Scalar randint_like randint_like.low_dtype "
+    "copy fill.Tensor bernoulli.p").split()}  # fmt: skip
 """Ops without a derivative in torch."""
 
 FROZEN = {
-    "running_mean", "running_var",
-    *(f"{op}.weight" for op in ("nll_loss", "nll_loss_nd", "nll_loss2d", "cross_entropy_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")),
-    "soft_margin_loss.target",
+    "running_mean", "running_var", "pos_weight", "soft_margin_loss.target", "nll_loss.weight", "nll_loss_nd.weight", "nll_loss2d.weight",
+    "cross_entropy_loss.weight", "binary_cross_entropy.weight", "binary_cross_entropy_with_logits.weight",
 }  # fmt: skip
 """Arguments without a derivative in torch: by name, or "op.name"."""
 

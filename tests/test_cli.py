@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -44,11 +46,8 @@ def calls(monkeypatch):
     def note(name, result):
         return lambda *args, **kwargs: seen.append((name, args, kwargs)) or result
 
-    def emit_folder(model, mesh, inputs, plan, folder):
-        (folder / "rank0.py").write_text("")
-
     report = types.SimpleNamespace(equal=True, text=lambda: "equal", to_json=lambda: {"equal": True})
-    compiler = types.SimpleNamespace(plan=note("plan", toy_plan()), emit_folder=emit_folder)
+    compiler = types.SimpleNamespace(plan=note("plan", toy_plan()), emit_folder=note("emit", None))
     verifier = types.SimpleNamespace(verify=note("verify", report), report=report)
     for name, module in (("compiler", compiler), ("verifier", verifier)):
         monkeypatch.setitem(sys.modules, f"autoshard.{name}", module)
@@ -172,7 +171,8 @@ def test_verify_exits_1_when_unequal(calls, capsys):
 
 def test_emit_prints_the_paths(calls, capsys, tmp_path):
     assert cli.main(["emit", TOY, "--mesh", "2,1", "--output", str(tmp_path / "code")]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'code' / 'rank0.py'}\n"
+    names = ["plan.json", *(f"rank{rank}.py" for rank in range(8))]
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "code" / name) for name in names]
     (tmp_path / "file").write_text("")
     assert cli.main(["emit", TOY, "--mesh", "2,1", "--output", str(tmp_path / "file")]) == 2
 
@@ -220,3 +220,48 @@ def test_the_installed_command():
     script = Path(sys.executable).parent / "autoshard"
     done = subprocess.run([script, "explain", TOY], capture_output=True, text=True, timeout=60, env={**os.environ, "NO_COLOR": "1"})
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("autoshard: error: no mesh\n  hint: give --mesh")
+
+
+def test_a_warning_is_one_sentence(calls, capsys):
+    def plan(*args, **kwargs):
+        for _ in range(2):
+            warnings.warn("aten.fft has no rule", stacklevel=1)
+        return toy_plan()
+
+    calls.compiler.plan = plan
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert cli.main(["explain", TOY, "--mesh", "2,1"]) == 0
+    assert capsys.readouterr().err == "autoshard: warning: aten.fft has no rule\n"
+
+
+# --- with the real compiler ----------------------------------------------------------------------------------------------
+
+
+def test_explain_emit_and_a_saved_plan(capsys, tmp_path):
+    assert cli.main(["explain", TOY, "--mesh", "2,1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Toy: 280 parameters on mesh 2,1,1 = 2 ranks of ") and "Memory per rank" in out
+    folder = tmp_path / "code"
+    assert cli.main(["emit", TOY, "--mesh", "2,1", "--output", str(folder), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == sorted(map(str, folder.iterdir())) and (folder / "rank1.py").exists()
+    assert cli.main(["explain", TOY, "--plan", str(folder / "plan.json"), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((folder / "plan.json").read_text())
+    assert cli.main(["explain", f"{HERE / 'toy_target.py'}:wider", "--plan", str(folder / "plan.json")]) == 2
+    assert "the plan was made for another Toy, batch or version" in capsys.readouterr().err
+
+
+def test_run_trains_on_local_processes(capfd):
+    assert cli.main(["run", TOY, "--mesh", "2,1", "--steps", "3", "--format", "json"]) == 0
+    out, err = capfd.readouterr()
+    losses = json.loads(out)["losses"]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert err.splitlines() == [f"step {i + 1}/3: loss {loss:.6g}" for i, loss in enumerate(losses)]
+
+
+@pytest.mark.slow
+def test_run_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "autoshard.cli", "run", TOY]
+    done = subprocess.run([*command, "--mesh", "2,1", "--steps", "2"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and re.match(r"loss \S+ -> \S+ in 2 steps of AdamW on one batch\n\S+ samples/s", done.stdout)
+    assert done.stdout.count("loss") == 1  # rank 0 speaks for all

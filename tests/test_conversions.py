@@ -72,14 +72,14 @@ def check(shape, text, axis, strided):
     same(y.detach(), values, dst, k, index, "P", group, f"value of {where}")
     (grad,) = torch.autograd.grad(y, x, g, create_graph=True)
     same(grad.detach(), grads, src, k, index, "R*", group, f"gradient of {where}")
-    (second,) = torch.autograd.grad(grad, g, local(again, src, "P"))
-    same(second, again, dst, k, index, "P", group, f"double backward of {where}")
+    if not strided:
+        (second,) = torch.autograd.grad(grad, g, local(again, src, "P"))
+        same(second, again, dst, k, index, "P", group, f"double backward of {where}")
 
-    for dtype in (torch.int64, torch.int32):
-        values = torch.randint(-9, 9, shape, dtype=dtype)
-        y = convert(local(values, src, "P"), text, axis, size)
-        assert y.dtype == dtype
-        same(y, values, dst, k, index, "P", group, f"{dtype} value of {where}")
+    values = torch.randint(-9, 9, shape)
+    y = convert(local(values, src, "P"), text, axis, size)
+    assert y.dtype == values.dtype
+    same(y, values, dst, k, index, "P", group, f"whole numbers of {where}")
     if "P" not in (src.kind, dst.kind):
         values = torch.rand(shape) < 0.5
         y = convert(local(values, src, "P"), text, axis, size)
@@ -120,7 +120,7 @@ def check_compiled(rank, k):
 
 
 def test_compiled_without_graph_break():
-    run_on(2, check_compiled, 2)
+    run_on(2, check_compiled, 2, timeout=110)
 
 
 SHARDS = [S(0), S(0, 2), S(0, 3), S(0, 6), S(1)]
@@ -215,5 +215,5 @@ def hang(rank):
 
 
 def test_a_hang_is_an_error():
-    with pytest.raises(WorkerError):
+    with pytest.raises(WorkerError, match="(?s)rank 0: .*(barrier|still running)"):
         run_on(2, hang, timeout=4)

@@ -10,7 +10,9 @@ from workers import run_on
 
 from autoshard import runtime as rt
 from autoshard.errors import MeshError, RunError
+from autoshard.placement import local_shape, parse_layout
 from autoshard.runtime.feed import over_time
+from autoshard.runtime.pieces import join, take
 
 STEPS = 3
 
@@ -36,7 +38,7 @@ class Case:
             self.batches = [mlp_batch(i, samples) for i in range(STEPS)]
             self.emit = lambda rank, stage: mlp(mesh, rank, stage, m, samples)
         else:
-            self.model = Tied(mesh[2], frozen_below)
+            self.model = Tied(max(2, mesh[2]), frozen_below)
             self.batches = [tied_batch(i, samples) for i in range(STEPS)]
             self.emit = lambda rank, stage: tied(mesh, rank, stage, m, samples, frozen_below)
 
@@ -51,24 +53,22 @@ class Case:
         return rt.Sharded(stage, interface(self.batches[0], out_spec=spec, constants=constants))
 
 
-def check_training(case, clip=None, norm_type=2.0, scale=1.0, accumulate=1):
+def check_training(case, clip=None, norm_type=2.0, scale=1.0):
     """Three steps, sharded and on one device."""
     sharded, model = case.sharded(), copy.deepcopy(case.model)
     ours, theirs = sharded.optimizer(torch.optim.AdamW, lr=0.01), torch.optim.AdamW(model.parameters(), lr=0.01)
     for step, batch in enumerate(case.batches):
-        for k in range(accumulate):
-            got, want = sharded(**batch), model(**case.batches[step])
-            got_leaves, got_spec = pytree.tree_flatten(got)
-            want_leaves, want_spec = pytree.tree_flatten(want)
-            assert got_spec == want_spec
-            (got_leaves[0] * scale).backward()
-            (want_leaves[0] * scale).backward()
-            for i, (a, b) in enumerate(zip(got_leaves, want_leaves)):
-                if isinstance(b, torch.Tensor):
-                    assert a.shape == b.shape
-                    close(whole(a).detach(), b.detach(), f"output {i} of step {step}")
-                else:
-                    assert a == b
+        got_leaves, got_spec = pytree.tree_flatten(sharded(**batch))
+        want_leaves, want_spec = pytree.tree_flatten(model(**batch))
+        assert got_spec == want_spec
+        (got_leaves[0] * scale).backward()
+        (want_leaves[0] * scale).backward()
+        for i, (a, b) in enumerate(zip(got_leaves, want_leaves)):
+            if isinstance(b, torch.Tensor):
+                assert a.shape == b.shape
+                close(whole(a).detach(), b.detach(), f"output {i} of step {step}")
+            else:
+                assert a == b
         check_gradients(sharded, model, f"step {step}")
         if clip is not None:
             close(sharded.clip_grad_norm_(clip, norm_type), torch.nn.utils.clip_grad_norm_(model.parameters(), clip, norm_type), "norm")
@@ -168,6 +168,47 @@ def check_errors(case):
         sharded.load_state_dict({**state, "extra": state[first]})
 
 
+def frozen_stage(rank):
+    """A first stage without anything to train gets and sends no gradients, and loss.backward() works there as well."""
+
+    class Stage(rt.StageModule):
+        mesh, stage, microbatches = (1, 1, 2), rank, 2
+        params = {"w": rt.Param((f"{rank}.weight",), (3,), "[R, R]", torch.float64, rank == 1, stages=(rank,))}
+        inputs = {} if rank else {"x": rt.Input((2, 3), torch.float64, "[S(0), R]")}
+        sends = () if rank else (rt.Value((2, 3), torch.float64, False),)
+        receives = (rt.Value((2, 3), torch.float64, False),) if rank else ()
+        outputs = (rt.Output(0, (), "[R, R]", "P", torch.float64), rt.Output(1, (2, 3), "[R, R]", "S(0)", torch.float64, False))
+        loss = 0
+
+        def forward(self, x):
+            return ((x * self.w).sum(), x) if self.stage else (x * self.w,)
+
+    Stage.rank = rank
+    x = torch.arange(12, dtype=torch.float64).view(4, 3)
+    stage = Stage(rt.open_world((1, 1, 2)))
+    stage.load(lambda name: torch.full((3,), 2.0, dtype=torch.float64))
+    sharded = rt.Sharded(stage, interface({"x": x}))
+    loss, passed = sharded(x=x)
+    loss.backward()
+    assert loss.item() == 4 * x.sum() and stage.w.grad is None if rank == 0 else torch.equal(stage.w.grad, 2 * x.sum(0))
+    first = passed.full_tensor()
+    sharded(x=x + 1)  # an output that is a received value is not overwritten by the next step
+    assert torch.equal(first, 2 * x) and torch.equal(passed.full_tensor(), 2 * x)
+    close(sharded.clip_grad_norm_(1e9), (2 * x.sum(0)).norm(), "norm")
+    assert set(sharded.state_dict()) == {"0.weight", "1.weight"}
+
+
+def random_streams(rank):
+    """Equal where a value is replicated, different where it is cut."""
+    torch.manual_seed(rank)  # processes that start from different seeds agree all the same
+    case = Case("mlp", (2, 1, 1))
+    stage = case.sharded().stage
+    draws = [torch.empty(2, 8) for _ in range(2)]
+    for axes, out in (((), draws[0]), (("data",), draws[1])):
+        torch.distributed.all_gather(list(out), torch.rand(8, generator=stage.generator(axes)))
+    assert torch.equal(*draws[0]) and not torch.equal(*draws[1])
+
+
 def on_two(rank):
     with pytest.raises(MeshError, match=r"mesh 2,2,2 is for 8 processes, but WORLD_SIZE is 2"):
         rt.open_world((2, 2, 2))
@@ -189,6 +230,8 @@ def on_two(rank):
         sharded.optimizer(torch.optim.Muon)
     check_training(Case("tied", (1, 1, 2), m=2), clip=0.05, norm_type=float("inf"), scale=0.25)
     lazy_results()
+    frozen_stage(rank)
+    random_streams(rank)
     return True
 
 
@@ -231,11 +274,11 @@ def on_four(rank):
 
 
 def test_two_processes():
-    assert run_on(2, on_two) == [True] * 2
+    assert run_on(2, on_two, timeout=110) == [True] * 2
 
 
 def test_four_processes():
-    assert run_on(4, on_four) == [True] * 4
+    assert run_on(4, on_four, timeout=110) == [True] * 4
 
 
 @pytest.mark.parametrize("m", [1, 4])
@@ -266,3 +309,15 @@ def test_over_time():
     assert torch.equal(over_time(parts, "S(1) -> S(0)")[1], torch.cat(parts, 1)[1:])
     blocked = over_time([torch.arange(4)] * 2, "R -> S(0/2)")
     assert [b.tolist() for b in blocked] == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    "layout, shape",
+    [("[S(0), R]", (7, 3)), ("[S(0), S(0)]", (11, 2)), ("[S(1), S(1/3)]", (2, 18)), ("[S(0/2), S(1)]", (8, 5)), ("[R, S(1/3)]", (2, 15))],
+)
+def test_pieces_join_to_the_whole(layout, shape):
+    layout, sizes = parse_layout(layout), (2, 3)
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    parts = {(d, t): take(tensor, layout, sizes, (d, t)) for d in range(2) for t in range(3)}
+    assert all(tuple(part.shape) == local_shape(shape, layout, sizes, at) for at, part in parts.items())
+    assert torch.equal(join(parts, layout, sizes), tensor)

@@ -1,5 +1,7 @@
 """What explain prints, on plans written by hand."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,14 @@ def test_layers_that_differ_are_not_folded():
         assert block in text
 
 
+def test_dull_neighbours_of_one_module_share_a_line():
+    plan = toy_plan()
+    add = next(row for row in plan.ops if row.module == "transformer")
+    for name in ("mul", "tanh", "mul"):
+        plan.ops.insert(plan.ops.index(add), replace(add, node=f"{name}_0", op=f"aten.{name}"))
+    assert re.search(r"\n  transformer +2 mul, tanh, add +shard b", explain_text(plan, every=True, width=140))
+
+
 def test_what_does_not_fit_is_said():
     plan = toy_plan()
     plan.memory_limit = plan.peak_bytes - 2**20
@@ -79,7 +89,8 @@ def test_folding_keeps_every_row():
 
 
 def test_layer_of():
-    assert layer_of("transformer.h.3.attn.c_attn") == "transformer.h.3" and layer_of("lm_head") == ""
+    assert layer_of("blocks.1.2") == "blocks.1" and layer_of("transformer.h.3.attn.c_attn") == "transformer.h.3"
+    assert layer_of("lm_head") == layer_of("") == ""
 
 
 def test_wrapping():

@@ -192,6 +192,11 @@ def test_float64_excuses_nothing():
     assert report.equal and report.excused == {} and report.worst.error < 1e-10
 
 
+def test_float64_finds_what_float32_can_not_tell_from_rounding():
+    report = verify_with(toy, batch, "flipped small gradient", dtype=torch.float64)
+    assert ("gradient", "head.weight") in wrong(report)
+
+
 def verify_with(model_fn, inputs, *faults, **options):
     with Reference(model_fn, inputs, timeout=40, **options) as reference:
         return run(reference, *faults)
@@ -274,10 +279,13 @@ def test_a_model_that_fails_on_one_device():
         verify_with(Bad, batch)
 
 
-@pytest.mark.parametrize("arguments, words", [((toy,), "example_inputs"), ((lambda: 3, batch), "returned a int"), ((toy, batch, 0), "steps is 0")])
-def test_wrong_use(arguments, words):
+@pytest.mark.parametrize(
+    "model_fn, inputs, steps, words",
+    [(toy, None, 3, "needs example_inputs"), (lambda: 3, batch, 3, "returned a int"), (toy, batch, 0, "steps is 0")],
+)
+def test_wrong_use(model_fn, inputs, steps, words):
     with pytest.raises(RunError, match=words):
-        verify(arguments[0], MESH, *arguments[1:2], **({"steps": arguments[2]} if len(arguments) > 2 else {}))
+        verify(model_fn, MESH, inputs, steps=steps)
 
 
 # --- comparisons ---
@@ -302,14 +310,15 @@ def test_values_of_another_kind_are_unequal():
 
 
 def test_only_gradients_that_are_all_rounding_are_absolute():
-    def errors(got, want):
-        return [row.ok for row in compare.compare_gradients(1, {"big": torch.ones(2), "small": got}, {"big": torch.ones(2), "small": want}, 1e-5)][1]
+    def equal(got, want):
+        big = torch.ones(2)
+        return compare.compare_gradients(1, {"big": big, "small": got}, {"big": big, "small": want}, 1e-5)[1].ok
 
-    assert errors(torch.tensor([3e-9, -1e-9]), torch.tensor([-2e-9, 1e-9]))
-    assert not errors(torch.tensor([3e-6, -1e-9]), torch.tensor([-2e-9, 1e-9]))  # not rounding in the sharded run
-    assert not errors(torch.tensor([1.001e-5, 0.0]), torch.tensor([1e-5, 0.0]))  # small, but not rounding
-    assert errors(torch.tensor([1e-9, 0.0]), torch.zeros(2))
-    assert not errors(torch.tensor([1e-6, 0.0]), torch.zeros(2))
+    assert equal(torch.tensor([3e-9, -1e-9]), torch.tensor([-2e-9, 1e-9]))
+    assert not equal(torch.tensor([3e-6, -1e-9]), torch.tensor([-2e-9, 1e-9]))  # not rounding in the sharded run
+    assert not equal(torch.tensor([1.001e-5, 0.0]), torch.tensor([1e-5, 0.0]))  # small, but not rounding
+    assert equal(torch.tensor([1e-9, 0.0]), torch.zeros(2))
+    assert not equal(torch.tensor([1e-6, 0.0]), torch.zeros(2))
 
 
 # --- logs ---
@@ -341,7 +350,11 @@ def test_logs_that_fit():
         ([collective("all_reduce float32[2]")], [collective("all_reduce float32[3]")], "collective 1 of group (0, 1)"),
         ([collective("all_reduce float32[2]")], [collective("all_reduce float64[2]")], "float64"),
         ([collective("all_reduce float32[2]")], [], "rank 1 ended after 0 and never does"),
-        ([message("send", 1)], [message("recv_", 0, "float32[4]")], "message 1 from rank 0 to rank 1: sent float32[3] in step 1, expected float32[4]"),
+        (
+            [message("send", 1)],
+            [message("recv_", 0, "float32[4]")],
+            "rank 0 to rank 1: sent float32[3] in step 1, expected float32[4]",
+        ),
         ([], [message("recv_", 0)], "messages from rank 0 to rank 1: rank 1 runs recv_ float32[3]"),
         ([collective("all_to_all_single f", ((1, 2), (1, 3)))], [collective("all_to_all_single f", ((2, 4), (2, 4)))], "against"),
     ],

@@ -119,6 +119,7 @@ def toy_plan() -> Plan:
         bubble=breakdown["bubble"] / step,
         efficiency=0.81,
         one_device_seconds=0.81 * 8 * step,
-        solver={"name": "column generation (HiGHS)", "seconds": 1.92, "objective": step, "bound": step * 0.9996, "gap": 0.0004,
-                "variables": 20_417, "trace_seconds": 3.4, "notes": ["12 identical layers share one problem"]},
+        solver={"name": "HiGHS", "status": "optimal", "seconds": 1.92, "objective": step, "bound": step * 0.9996, "gap": 0.0004,
+                "ops": 53, "folded": 210, "strategies": 812, "variables": 20_417, "trace_seconds": 3.4, "plan_seconds": 6.1,
+                "cut": {"objective": slowest, "bound": slowest, "blocks": 14}, "notes": ["a note of the planner"]},
     )  # fmt: skip

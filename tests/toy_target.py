@@ -19,6 +19,10 @@ def toy():
     return Toy(), {"x": torch.randn(8, 8), "target": torch.randn(8, 8)}
 
 
+def wider():
+    return Toy(), {"x": torch.randn(16, 8), "target": torch.randn(16, 8)}
+
+
 def only_a_model():
     return Toy()
 

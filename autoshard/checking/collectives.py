@@ -64,9 +64,10 @@ def _record(op: str, args: tuple, stage: str) -> Record:
     plain = [a for a in args if type(a) in (int, str) and a != group.group_name]
     if op in ("send", "recv"):  # (tensors, group, peer's place in the group, tag)
         return Record((tuple(ranks), group.group_name), op, " ".join(map(_describe, tensors)), stage, ranks[plain[0]])
-    splits = tuple(tuple(a) for a in args if isinstance(a, (list, tuple)) and a and all(type(n) is int for n in a))
+    lists = tuple(tuple(a) for a in args if isinstance(a, (list, tuple)) and a and all(type(n) is int for n in a))
     shapes = [str(tensors[0].dtype)] if op in _UNLIKE and tensors else list(map(_describe, tensors))
-    return Record((tuple(ranks), group.group_name), op, " ".join([op, *map(str, plain), *shapes]), stage, -1, splits if len(splits) == 2 else ())
+    what = " ".join([op, *map(str, plain), *shapes])
+    return Record((tuple(ranks), group.group_name), op, what, stage, splits=lists if len(lists) == 2 else ())
 
 
 def _group(args: tuple) -> dist.ProcessGroup:
@@ -153,7 +154,8 @@ def _compare(one: int, other: int, by_rank: dict[int, list[Record]], ranks: tupl
             fits = x.splits[0][there] == y.splits[1][here] and x.splits[1][there] == y.splits[0][here]
         if not fits:
             splits = f" {x.splits} against {y.splits}" if x.what == y.what else ""
-            return f"collective {i + 1} of group {ranks}: rank {one} runs {x.what} in {x.stage}, rank {other} runs {y.what} in {y.stage}{splits}"
+            here, there = f"rank {one} runs {x.what} in {x.stage}", f"rank {other} runs {y.what} in {y.stage}"
+            return f"collective {i + 1} of group {ranks}: {here}, {there}{splits}"
     return _missing(one, a, other, b, f"group {ranks}", logs)
 
 

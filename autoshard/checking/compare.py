@@ -72,7 +72,7 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """Absolute differences, element by element; 0 where both are the same infinity or both NaN, infinite where only one is."""
     got, want = got.detach(), want.detach()
     if not (want.is_floating_point() or want.is_complex()):
-        return (got != want).double() * torch.inf if (got != want).any() else torch.zeros(want.shape, dtype=torch.float64)
+        return torch.where(got != want, torch.inf, 0.0)
     wide = torch.complex128 if want.is_complex() else torch.float64
     got, want = got.to(wide), want.to(wide)
     same = (got == want) | (got.isnan() & want.isnan())
@@ -97,7 +97,9 @@ def compare(kind: str, name: str, step: int, rank: int, got, want, tolerance: fl
         if isinstance(want, torch.Tensor) or isinstance(got, torch.Tensor):
             return unlike(f"{_kind(got)} instead of {_kind(want)}")
         plain = isinstance(want, (int, float, complex, str, bytes, type(None)))
-        return unlike(f"{got!r} instead of {want!r}") if (plain and got != want) or type(got) is not type(want) else Row(kind, name, step, rank, 0.0, tolerance)
+        if type(got) is not type(want) or (plain and got != want):
+            return unlike(f"{got!r} instead of {want!r}")
+        return Row(kind, name, step, rank, 0.0, tolerance)
     if got.shape != want.shape:
         return unlike(f"shape {tuple(got.shape)} instead of {tuple(want.shape)}")
     if got.dtype != want.dtype:
@@ -106,7 +108,9 @@ def compare(kind: str, name: str, step: int, rank: int, got, want, tolerance: fl
 
 
 def _kind(value) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else "none" if value is None else type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "none" if value is None else type(value).__name__
 
 
 def compare_gradients(step: int, got: dict, want: dict, tolerance: float) -> list[Row]:

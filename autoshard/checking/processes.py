@@ -94,6 +94,7 @@ class Process:
             os.dup2(log.fileno(), 2)
             sys.stdout = sys.stderr = log
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            faulthandler.enable(log)  # a crash is told in the log, not in the parent's output
             faulthandler.register(signal.SIGUSR1, file=open(self._files["stack"], "w"), all_threads=False)
             torch.set_num_threads(1)
             _write(self._files["result"], body(status))
@@ -128,8 +129,9 @@ class Process:
         if self._files["failure"].exists():
             return pickle.loads(self._files["failure"].read_bytes())
         died = f"was ended by signal {-self._exit}" if self._exit < 0 else f"exited with status {self._exit}"
-        tail = self._files["log"].read_text().splitlines()[-5:] if self._files["log"].exists() else []
-        return Failure(time.monotonic(), self.stage, "\n".join([died, *tail]), "", None)
+        log = self._files["log"].read_text().splitlines() if self._files["log"].exists() else []
+        crash = next((i for i, line in enumerate(log) if line.startswith("Fatal Python error")), len(log))
+        return Failure(time.monotonic(), self.stage, "\n".join([died, *log[max(0, crash - 5) : crash + 10]]), "", None)
 
     @property
     def result(self) -> Any:

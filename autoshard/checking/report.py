@@ -25,7 +25,7 @@ class Report:
     model: str
     dtype: str
     steps: int
-    microbatches: int
+    microbatches: int = 1
     rows: list[Row] = field(default_factory=list)
     mismatch: str | None = None
     excused: dict[str, int] = field(default_factory=dict)
@@ -39,18 +39,15 @@ class Report:
     def equal(self) -> bool:
         return self.mismatch is None and bool(self.rows) and all(row.ok for row in self.rows)
 
-    def __bool__(self) -> bool:
-        return self.equal
-
     @property
     def worst(self) -> Row | None:
         """The comparison that is furthest over what is allowed, or nearest to it."""
-        return max(self.rows, key=lambda row: (row.error / row.allowed if row.allowed else math.inf if row.error else 0.0), default=None)
+        return max(self.rows, key=_excess, default=None)
 
     @property
     def replicated(self) -> bool:
         """Whether nothing is divided: every rank computes everything."""
-        return self.mesh.size > 1 and self.mesh.pipeline == 1 and not any(self.split.values())
+        return self.mesh.size > 1 and self.mesh.pipeline == 1 and bool(self.split) and not any(self.split.values())
 
     def text(self) -> str:
         """For people: one line of answer, a table, and what to know about it."""
@@ -75,23 +72,25 @@ class Report:
         for kind in KINDS:
             rows = [row for row in self.rows if row.kind == kind]
             if rows:
-                worst = max(rows, key=lambda row: row.error / row.allowed if row.allowed else row.error)
+                worst = max(rows, key=lambda row: (_excess(row), row.allowed))
                 cells.append((kind, str(len(rows)), f"{worst.error:.1e}", f"{worst.allowed:.0e}", worst.where() if worst.error else ""))
         widths = [max(len(row[i]) for row in cells) for i in range(5)]
-        return ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:4])), row[4]]).rstrip() for row in cells]
+        aligned = [[row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:4])), row[4]] for row in cells]
+        return ["  ".join(row).rstrip() for row in aligned]
 
     def _notes(self) -> list[str]:
         notes = []
         if self.collectives and not self.mismatch:
-            counts = f"{min(self.collectives)}" if len(set(self.collectives)) == 1 else f"{min(self.collectives)} to {max(self.collectives)}"
+            few, many = min(self.collectives), max(self.collectives)
+            counts = f"{few}" if few == many else f"{few} to {many}"
             notes.append(f"Collectives: {counts} a step on each rank, all matched by their peers.")
         if self.excused:
             total = sum(self.excused.values())
             where = ", ".join(f"{name} {n}" for name, n in sorted(self.excused.items(), key=lambda item: -item[1])[:_SHOWN])
             more = f", and {len(self.excused) - _SHOWN} more" * (len(self.excused) > _SHOWN)
             notes.append(
-                f"Excused: {total} of {self.parameters} parameter elements differ from an independent run, where Adam turns rounding into steps ({where}{more})."
-                " Their gradients and updates were right in every step; float64 settles doubts."
+                f"Excused: {total} of {self.parameters} parameter elements differ from an independent run, where Adam turns rounding"
+                f" into steps ({where}{more}). Their gradients and updates were right in every step; float64 settles doubts."
             )
         if self.random and not self.equal:
             notes.append("The model draws random numbers (dropout?), which sharding may change: verify it with dropout 0, or in eval mode.")
@@ -111,6 +110,10 @@ class Report:
         data["rows"] = [_plain(row) for row in self.rows]
         data["worst"] = _plain(self.worst) if self.rows else None
         return data
+
+
+def _excess(row: Row) -> float:
+    return row.error / row.allowed if row.allowed else math.inf if row.error else 0.0
 
 
 def _plain(row: Row) -> dict:

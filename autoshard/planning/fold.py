@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,13 +132,17 @@ def candidate_runs(kinds: np.ndarray, free: np.ndarray) -> list[tuple[int, int, 
 
 
 def narrowest(graph: Encoded, start: int, length: int, period: int) -> list[int]:
-    """The best three places to start: a run that is longer than whole periods may be cut where the fewest values pass to the next instance."""
-    firsts = range(start, start + length % period + 1)
+    """The best three places to start a run that is longer than whole periods.
 
-    def crossing(first: int) -> int:
-        return int(np.count_nonzero(graph.last_use[first : first + period] >= first + period))
+    Best where the fewest values pass to the next instance; then where an instance lies deepest within one module of the user's.
+    """
 
-    return sorted(firsts, key=lambda first: (crossing(first), first))[:3]
+    def badness(first: int) -> tuple[int, int, int]:
+        crossing = int(np.count_nonzero(graph.last_use[first : first + period] >= first + period))
+        paths = [node.meta.get("module", "").split(".") for node in graph.ops[first : first + period]]
+        return crossing, -len(os.path.commonprefix([min(paths), max(paths)])), first
+
+    return sorted(range(start, start + length % period + 1), key=badness)[:3]
 
 
 def longest_chain(graph: Encoded, starts: range, period: int) -> tuple[int, ...]:
@@ -196,17 +201,27 @@ def with_lone_instances(graph: Encoded, layers: Layers, free: np.ndarray) -> Lay
 
 def number(graph: Encoded, found: list[Layers]) -> Folding:
     """Classes in order of appearance."""
-    leader = list(range(len(graph.ops)))
-    param_leader: dict[fx.Node, fx.Node] = {}
+    leader: dict[fx.Node, fx.Node] = {}
+
+    def lead(node: fx.Node) -> fx.Node:
+        while node in leader:
+            node = leader[node]
+        return node
+
+    def join(a: fx.Node, b: fx.Node) -> None:
+        a, b = lead(a), lead(b)
+        if a is not b:
+            leader[b] = a
+
     for layers in found:
         first = layers.starts[0]
-        for start in layers.starts:
+        for start in layers.starts[1:]:
             for offset in range(layers.period):
-                leader[start + offset] = first + offset
+                join(graph.ops[first + offset], graph.ops[start + offset])
                 for x, y in zip(graph.operands[first + offset], graph.operands[start + offset], strict=True):
                     if x in graph.params:
-                        param_leader.setdefault(y, param_leader.get(x, x))
-    ids: dict[Any, int] = {}
-    nodes = [ids.setdefault(lead, len(ids)) for lead in leader]
-    params = {node.name: ids.setdefault(param_leader.get(node, node), len(ids)) for node in graph.params}
+                        join(x, y)
+    ids: dict[fx.Node, int] = {}
+    nodes = [ids.setdefault(lead(node), len(ids)) for node in graph.ops]
+    params = {node.name: ids.setdefault(lead(node), len(ids)) for node in graph.params}
     return Folding(nodes, params, found)

@@ -209,17 +209,27 @@ def times(plan: Plan) -> list[Part]:
 
 def solver(plan: Plan) -> list[Part]:
     facts = plan.solver
+    sizes = [f"{count(facts[name])} {name}" for name in ("ops", "strategies", "variables") if name in facts]
+    if facts.get("folded"):
+        sizes.insert(1, f"{facts['folded']} more folded into them")
     text = f"{facts.get('name', 'unnamed')} took {duration(facts.get('seconds', 0.0))}"
-    if "variables" in facts:
-        text += f" with {count(facts['variables'])} variables"
-    if "trace_seconds" in facts:
-        text += f"; tracing took {duration(facts['trace_seconds'])}"
-    out = [Title("Solver"), Line(text)]
+    clocks = (("trace_seconds", "tracing"), ("plan_seconds", "all planning"))
+    spent = [f"{what} {duration(facts[name])}" for name, what in clocks if name in facts]
+    out = [Title("Solver"), Line("; ".join([f"{text}: {facts['status']}" if "status" in facts else text, ", ".join(sizes), *spent]))]
     if facts.get("objective") is not None:
-        bound = f", proven bound {duration(facts['bound'])}" if facts.get("bound") is not None else ", no proven bound"
-        gap = f", gap {100 * facts['gap']:.2f} %" if facts.get("gap") is not None else ", gap unknown"
-        out.append(Line(f"objective {duration(facts['objective'])}{bound}{gap}"))
+        out.append(Line(f"shardings: {_proof(facts)}"))
+    if facts.get("cut"):
+        out.append(Line(f"cut points: {_proof(facts['cut'])}, between {_plural(facts['cut']['blocks'], 'block')}"))
     return out + [Line(f"note: {note}") for note in facts.get("notes", ())]
+
+
+def _proof(facts: dict) -> str:
+    """How far a solution can be from the best one."""
+    objective, bound = facts["objective"], facts.get("bound")
+    if bound is None:
+        return f"objective {duration(objective)}, no proven bound"
+    gap = (objective - bound) / objective if objective else 0.0
+    return f"objective {duration(objective)}, proven bound {duration(bound)}, gap {100 * gap:.2f} %"
 
 
 def memory(plan: Plan) -> list[Part]:

@@ -24,7 +24,7 @@ class Folded:
 
     @property
     def block(self) -> str:
-        """The path up to its last layer number ("transformer.h.0-11"); "" outside layers."""
+        """The path up to its first layer number ("transformer.h.0-11"); "" outside layers."""
         return ".".join(self.path[: _depth(self.path)])
 
     @property
@@ -34,14 +34,14 @@ class Folded:
 
 
 def _depth(path: tuple[str, ...]) -> int:
-    return max((i + 1 for i, part in enumerate(path) if part[:1].isdigit()), default=0)
+    """How many components lead to the outermost numbered module; 0 if none is numbered."""
+    return next((i + 1 for i, part in enumerate(path) if part[:1].isdigit()), 0)
 
 
 def layer_of(module: str) -> str:
     """The outermost numbered module that holds this one: "transformer.h.3" of "transformer.h.3.attn.c_attn"; "" if there is none."""
-    path = module.split(".")
-    at = next((i for i, part in enumerate(path) if part.isdigit()), None)
-    return "" if at is None else ".".join(path[: at + 1])
+    path = tuple(module.split("."))
+    return ".".join(path[: _depth(path)])
 
 
 def fold(rows: Iterable[T], module: Callable[[T], str], key: Callable[[T], Hashable]) -> list[Folded]:

@@ -18,6 +18,7 @@ That is not a local kernel. Where any other argument would be wrong on pieces, t
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -92,24 +93,28 @@ def has_rule(target) -> bool:
 def rule_for(node: fx.Node) -> OpRule:
     """The rule of an op, its sizes filled in.
 
-    An op without a rule is replicated, with one ``RuleWarning`` per op and program. RuleError if a registered rule does not fit the op.
+    An op without a rule, or called in a way that its rule does not know, is replicated, with one ``RuleWarning`` per op and program.
+    RuleError if a rule that the user registered does not fit the call.
     """
     rule = _find(node.target)
     if rule is None:
-        return _replicated(node)
+        return _replicated(node, "has no sharding rule")
     try:
-        return bind_node(node, rule) if isinstance(rule, str) else rule(node)
+        found = bind_node(node, rule) if isinstance(rule, str) else rule(node)
     except RuleError as error:
-        raise RuleError(error.what, where=where(node), hint=f"the rule of {_name(node.target)} does not fit this call") from None
+        if isinstance(rule, str):
+            raise RuleError(error.what, where=where(node), hint=f"the rule of {_name(node.target)} does not fit this call") from None
+        return _replicated(node, f"is called in a way that its sharding rule does not cover ({error.what})")
+    return replace(found, saved=()) if node.meta.get("grad") is False else found
 
 
-def _replicated(node: fx.Node) -> OpRule:
+def _replicated(node: fx.Node, why: str) -> OpRule:
     """Every operand and result whole on every rank. The warning leaves a mark in ``meta``, so that copies of the program keep quiet."""
     if not any(n.meta.get("warned") for n in node.graph.nodes if n.target is node.target):
         node.meta["warned"] = True
         name = _name(node.target)
         hint = f'autoshard.register_rule("{name}", ...) would let it be sharded'
-        warnings.warn(f"{name} has no sharding rule and is replicated\n  at {where(node)}\n  hint: {hint}", RuleWarning, stacklevel=3)
+        warnings.warn(f"{name} {why} and is replicated\n  at {where(node)}\n  hint: {hint}", RuleWarning, stacklevel=3)
     operand_specs = tuple(tuple(() for _ in tensors(n.meta["val"])[0].shape) for n in operands(node))
     result_specs = tuple(tuple(() for _ in t.shape) for t in tensors(node.meta["val"]))
     return OpRule(operand_specs, result_specs, {}, fallback=True)

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoshard.placement import R, S
 from autoshard.program import operands, shape_of, tensors
-from autoshard.rules.call import argument, bind_named, bind_node, dims, each, shape
+from autoshard.rules.call import argument, aten, bind_named, bind_node, dims, each, shape
 from autoshard.rules.notation import Choice, Comm, OpRule
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of the reductions
@@ -30,13 +30,13 @@ def shard_classes(rule: OpRule, k: int) -> tuple[Choice, ...]:
 
 def classes(node: fx.Node) -> OpRule:
     """cross_entropy_loss, nll_loss: logits ``n v ...``, labels ``n ...``, or ``n v ...`` for label probabilities; ``v`` for weights."""
-    logits, labels, reduction = shape(node, "self"), shape(node, "target"), argument(node, "reduction")
+    logits, reduction = shape(node, "self"), argument(node, "reduction")
     at = 1 if len(logits) > 1 else 0
     batch = dims(len(logits) - 1, range(8) if reduction == MEAN else ())
     tokens = batch[:at] + ["v^"] + batch[at:]
     indexed = not tensors(argument(node, "target").meta["val"])[0].dtype.is_floating_point
     specs = {"self": " ".join(tokens), "target": " ".join(batch if indexed else tokens), "weight": "v^"}
-    vocabulary = indexed and reduction != MEAN and "cross_entropy" in str(node.target) and len(labels) == len(logits) - 1
+    vocabulary = indexed and reduction != MEAN and len(logits) > 1 and node.target is aten("cross_entropy_loss")
     return bind_named(
         node,
         specs,
@@ -73,10 +73,21 @@ def cosine_similarity(node: fx.Node) -> OpRule:
     return bind_node(node, f"{', '.join(texts)} -> {' '.join(names[:dim] + names[dim + 1 :])}", saved=(0, 1))
 
 
+def cdist(node: fx.Node) -> OpRule:
+    return bind_node(node, "... p d^, ... r d^ -> ... p r", saved=(0, 1, -1))
+
+
+def pairwise_distance(node: fx.Node) -> OpRule:
+    """The last dim is compared as a whole."""
+    return bind_node(node, f"... d^, ... d^ -> {'... _' if argument(node, 'keepdim') else '...'}", saved=(0, 1, -1))
+
+
 TABLE = {
     **each("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d", classes),
     **each("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
            "soft_margin_loss poisson_nll_loss margin_ranking_loss hinge_embedding_loss", elementwise_loss),
     **each("cosine_embedding_loss triplet_margin_loss", along_last),
     **each("cosine_similarity", cosine_similarity),
+    **each("cdist", cdist),
+    **each("pairwise_distance", pairwise_distance),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from torch import fx
 
 from autoshard.errors import RuleError
 from autoshard.program import operands, shape_of, where
-from autoshard.rules.call import argument, bind_named, bind_node, each, needs_grad, operand_names, result_shapes
+from autoshard.rules.call import argument, bind_named, bind_node, dims, each, needs_grad, operand_names, positive, result_shapes
 from autoshard.rules.notation import OpRule
 
 
@@ -107,12 +107,33 @@ def einsum(node: fx.Node) -> OpRule:
     return bind_node(node, text, saved=rule.saved, linear=rule.linear, flops=2.0 * volume * max(n - 1, 0))
 
 
+def tensordot(node: fx.Node) -> OpRule:
+    """Contracts dims_self of one with dims_other of the other, pair by pair."""
+    a, b = (len(shape_of(n)) for n in operands(node))
+    pairs = [(positive(x, a), positive(y, b)) for x, y in zip(argument(node, "dims_self"), argument(node, "dims_other"))]
+    first, second = dims(a, prefix="m"), dims(b, prefix="n")
+    for i, (x, y) in enumerate(pairs):
+        first[x] = second[y] = f"k{i}"
+    kept = [t for t in first + second if not t.startswith("k")]
+    left, right = operand_names(node)
+    inner = prod(shape_of(operands(node)[0])[x] for x, _ in pairs)
+    return product(node, {left: " ".join(first), right: " ".join(second)}, " ".join(kept), left, right, inner=inner)
+
+
+def bilinear(node: fx.Node) -> OpRule:
+    """x1 and x2 meet in ``weight``: both inner dims are summed."""
+    a, b, out = shape_of(operands(node)[0]), shape_of(operands(node)[1]), result_shapes(node)[0]
+    specs = {"input1": "... i", "input2": "... j", "weight": "o i j", "bias": "+o"}
+    return bind_named(node, specs, "... o", saved=("input1", "input2", "weight"), flops=2.0 * prod(out) * a[-1] * (b[-1] + 1))
+
+
 def grouped_mm(node: fx.Node) -> OpRule:
     """Rows of ``input``, sorted by expert, each times its expert's matrix; ``offs`` says where each expert's rows end."""
     rows, k = shape_of(operands(node)[0])
     names = operand_names(node)
     specs = dict(zip(names, ("rows^ k", "experts^ k n", "experts^")))
-    return bind_named(node, specs, "rows^ n", saved=names, linear=[names[:1], names[1:2]], flops=2.0 * rows * k * result_shapes(node)[0][-1])
+    flops = 2.0 * rows * k * result_shapes(node)[0][-1]
+    return bind_named(node, specs, "rows^ n", saved=names, linear=[names[:1], names[1:2]], flops=flops)
 
 
 TABLE = {
@@ -129,6 +150,8 @@ TABLE = {
     **each("dot vdot", contraction("k", "k", "")),
     **each("outer ger", contraction("m", "n", "m n")),
     **each("einsum", einsum),
+    **each("tensordot", tensordot),
+    **each("bilinear", bilinear),
 }
 
 NAMED = {"transformers::grouped_mm_fallback": grouped_mm}

@@ -180,9 +180,10 @@ def _even_groups(rule: OpRule, combo: tuple[Choice, ...], sizes: tuple[int, ...]
 def bind(text: str, operand_shapes, result_shapes, known: dict[str, int] | None = None, **extra) -> OpRule:
     """Fill a rule text with the sizes of one op instance: ``...`` is expanded, broadcast dims of size 1 lose their factor.
 
-    ``known`` are sizes that can't be told from the shapes (two factors that only occur in one group). ``extra`` are further ``OpRule`` fields; ``fixed=`` is added to the marks in the text. Factors that occur in operands only are
-    summed. A factor that some results have and others lack is fixed: no state says what the others would be. A dim of size 1 in
-    every tensor keeps its factor (of size 1: it is never sharded).
+    ``known`` are sizes that can't be told from the shapes (two factors that only occur in one group). ``extra`` are further ``OpRule``
+    fields; ``fixed=`` is added to the marks in the text. Factors that occur in operands only are summed. A factor
+    that some results have and others lack is fixed: no state says what the others would be. A dim of size 1 in every tensor keeps its
+    factor (of size 1: it is never sharded).
     """
     pattern = parse(text)
     n_in, n_out = len(operand_shapes), len(result_shapes)

@@ -104,7 +104,7 @@ def cast(node: fx.Node) -> OpRule:
 
 
 def overwrite(node: fx.Node) -> OpRule:
-    """copy(self, src): the value is src, in self's dtype."""
+    """copy(self, src), fill(self, value): what is written, in self's shape and dtype."""
     return elementwise(node, linear=sets({1}))
 
 
@@ -131,17 +131,18 @@ TABLE = {
     **each("lerp.Scalar lerp.Tensor", lerp),
     **each("addcmul", addcmul),
     **each("addcdiv", addcdiv),
-    **each("copy", overwrite),
-    **each("prelu _prelu_kernel", prelu),
+    **each("copy fill.Tensor", overwrite),
+    **each("prelu", prelu),
     **each("abs absolute acos arccos acosh arccosh asin arcsin asinh arcsinh atan arctan atanh arctanh cos cosh sin sinh log log10 "
-           "log1p log2 square digamma lgamma polygamma erf erfc erfinv sinc logit special_expit i0 special_i0e special_i1 special_i1e "
+           "log1p log2 square digamma lgamma polygamma erf erfc erfinv sinc logit special_expit special_erf special_erfc special_erfinv "
+           "special_logit special_log1p special_digamma special_gammaln special_sinc i0 special_i0e special_i1 special_i1e "
            "xlogy.Tensor xlogy.Scalar_Other xlogy.Scalar_Self special_xlog1py special_entr special_log_ndtr special_ndtr special_ndtri "
            "log_sigmoid logaddexp logaddexp2 pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar float_power.Tensor_Scalar "
-           "float_power.Tensor_Tensor atan2 arctan2 hypot copysign.Tensor copysign.Scalar angle sgn frac", saves_input),
+           "float_power.Tensor_Tensor atan2 arctan2 hypot copysign.Tensor copysign.Scalar angle sgn frac _prelu_kernel", saves_input),
     **each("gelu silu mish hardswish hardsigmoid softplus softshrink hardshrink elu celu leaky_relu hardtanh relu6 selu "
            "threshold clamp clamp.Tensor clip clip.Tensor clamp_min clamp_min.Tensor clamp_max clamp_max.Tensor maximum minimum "
            "max.other min.other fmax fmin fmod.Tensor fmod.Scalar remainder.Tensor remainder.Scalar nan_to_num heaviside", saves_input),
-    **each("exp exp2 expm1 sqrt rsqrt reciprocal tanh sigmoid relu tan", saves_result),
+    **each("exp exp2 expm1 special_exp2 special_expm1 sqrt rsqrt reciprocal tanh sigmoid relu tan", saves_result),
     **each("sign ceil floor round round.decimals trunc fix isnan isinf isfinite isposinf isneginf isreal signbit "
            "floor_divide floor_divide.Scalar fill.Scalar "
            "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor "

@@ -87,11 +87,11 @@ TABLE = {
     **each("nansum count_nonzero count_nonzero.dim_IntList", lambda node: reduction(node, fixed=False)),
     **each("mean mean.dim", mean),
     **each("amax amin max max.dim min min.dim logsumexp prod prod.dim_int median median.dim mode kthvalue "
-           "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm", saves(0, -1)),
+           "norm.Scalar norm.ScalarOpt_dim linalg_vector_norm linalg_norm quantile.scalar special_logsumexp", saves(0, -1)),
     **each("var var.dim var.correction std std.dim std.correction var_mean var_mean.dim var_mean.correction "
            "std_mean std_mean.dim std_mean.correction aminmax", saves(0)),
     **each("argmax argmin any any.dim any.dims all all.dim all.dims", saves()),
-    **each("softmax.int _softmax log_softmax.int _log_softmax", same_shape(saved=(-1,))),
+    **each("softmax.int _softmax log_softmax.int _log_softmax special_softmax special_log_softmax", same_shape(saved=(-1,))),
     **each("cumsum", same_shape(linear=True)),
     **each("cumprod logcumsumexp", same_shape(saved=(0, -1))),
     **each("cummax cummin sort sort.stable", same_shape(saved=(-2,))),

@@ -11,7 +11,7 @@ from math import gcd
 from torch import fx
 
 from autoshard.program import operands, shape_of
-from autoshard.rules.call import argument, bind_node, dims, each, positive, result_shapes
+from autoshard.rules.call import argument, bind_node, dims, each, positive, result_shapes, unsharded
 from autoshard.rules.notation import OpRule
 
 THROUGH = (frozenset({0}),)
@@ -61,11 +61,19 @@ def select(node: fx.Node) -> OpRule:
 
 
 def cat(node: fx.Node) -> OpRule:
+    return joined(node, argument(node, "dim"))
+
+
+def hstack(node: fx.Node) -> OpRule:
+    return joined(node, 1 if len(result_shapes(node)[0]) > 1 else 0)
+
+
+def joined(node: fx.Node, dim: int) -> OpRule:
     """Pieces are whole blocks of the greatest common size; without one the dim is fixed. Old-style empty operands hold nothing."""
     shapes = [shape_of(n) for n in operands(node)]
     after = result_shapes(node)[0]
     rank = len(after)
-    dim = positive(argument(node, "dim"), rank)
+    dim = positive(dim, rank)
     real = [len(s) == rank and s != (0,) for s in shapes]
     block = gcd(*(s[dim] for s, r in zip(shapes, real) if r))
     names = dims(rank)
@@ -170,11 +178,26 @@ def diff(node: fx.Node) -> OpRule:
     return bind_node(node, f"{', '.join(texts)} -> {result}", linear=(frozenset(range(len(texts))),))
 
 
+def cross(node: fx.Node) -> OpRule:
+    """The three components are fixed; linear in each side."""
+    rank = len(shape_of(operands(node)[0]))
+    text = " ".join(dims(rank, [positive(argument(node, "dim"), rank)]))
+    return bind_node(node, f"{text}, {text} -> {text}", saved=(0, 1), linear=(frozenset({0}), frozenset({1})))
+
+
+def meshgrid(node: fx.Node) -> OpRule:
+    """Each vector is repeated over the dims of the others."""
+    names = dims(len(operands(node)))
+    grid = [names[1], names[0], *names[2:]] if len(names) > 1 and argument(node, "indexing") == "xy" else names
+    return bind_node(node, f"{', '.join(names)} -> {', '.join([' '.join(grid)] * len(names))}")
+
+
 TABLE = {
     **each("slice.Tensor", slice_),
     **each("narrow", narrow),
     **each("select.int", select),
     **each("cat concat concatenate", cat),
+    **each("hstack", hstack),
     **each("stack", stack),
     **each("pad constant_pad_nd reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d", pad),
     **each("flip", flip),
@@ -185,4 +208,7 @@ TABLE = {
     **each("diagonal_scatter", put_diagonal),
     **each("glu", glu),
     **each("diff", diff),
+    **each("linalg_cross", cross),
+    **each("meshgrid.indexing", meshgrid),
+    **each("trace diag", unsharded),
 }

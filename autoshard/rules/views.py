@@ -16,8 +16,8 @@ from autoshard.rules.notation import OpRule, Spec
 THROUGH = (frozenset({0}),)  # partial sums pass through the one operand
 
 
-def regroup(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Spec, Spec, frozenset[str]]:
-    """Specs of a reshape, and the factors that are not in both: (12, 8) -> (16, 6) is "(f0 f1^) (f2^ f3)" -> "(f0 f4^) (f5^ f3)".
+def regroup(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Spec, Spec, frozenset[str], dict[str, int]]:
+    """Specs of a reshape, the factors that are not in both, all sizes: (12, 8) -> (16, 6) is "(f0 f2^) (f3^ f1)" -> "(f0 f4^) (f5^ f1)".
 
     Dims are cut into segments of equal product. In a segment common factors are split off from the left as long as one side's size
     divides the other's, then from the right; what is left between does not line up, and is fixed.
@@ -197,7 +197,7 @@ def diag_embed(node: fx.Node) -> OpRule:
 
 
 TABLE = {
-    **each("reshape view _unsafe_view flatten.using_ints unflatten.int view_as reshape_as ravel", reshape),
+    **each("reshape view _unsafe_view flatten.using_ints unflatten.int view_as reshape_as ravel atleast_1d atleast_2d atleast_3d", reshape),
     **each("transpose.int t mT swapaxes swapdims", transpose),
     **each("numpy_T", reverse_dims),
     **each("permute", permute),

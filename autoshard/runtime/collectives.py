@@ -2,7 +2,8 @@
 
 A dim cut in ``blocks`` blocks over k ranks is viewed as (blocks, rest), and rest is cut in pieces of ``torch.chunk`` sizes. Where the
 library wants equal pieces they are padded on the way; padding never leaves these functions. Any dtype will do, also for non-contiguous
-tensors and empty pieces. The argument is left alone, and is itself the result on an axis of size 1.
+tensors and empty pieces. The argument is left alone, and is itself the result on an axis of size 1; other results are contiguous
+(gloo's in-place all-reduce of a tensor with gaps in its memory is silently wrong).
 
 Called eagerly these use ``torch.distributed``, which costs 20 to 40 microseconds a call less than the functional collectives; inside
 ``torch.compile`` they use the functional ones, which it can trace. The private parts of torch are used in this file only, and were
@@ -79,7 +80,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> to
     else:
         mine = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
         _reduce_scatter_single(mine, x, group=axis.group)
-    return _narrow(mine, dim, blocks, 0, widths[axis.index])
+    return _narrow(mine, dim, blocks, 0, widths[axis.index]).contiguous()
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, src: tuple[int, int], dst: tuple[int, int], size: int) -> torch.Tensor:

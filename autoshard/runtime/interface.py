@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +80,3 @@ class Interface:
             return tuple(tensors[i] for i in sorted(tensors))
         leaves = [self.constants[i] if i in self.constants else tensors[i] for i in range(self.out_spec.num_leaves)]
         return pytree.tree_unflatten(leaves, self.out_spec)
-
-
-def batch_size(arguments: Sequence[Argument]) -> int | None:
-    """Samples in the global batch; None if no argument has a batch dim."""
-    return next((a.shape[a.batch_dim] for a in arguments if a.batch_dim is not None), None)

@@ -104,30 +104,29 @@ class _VocabCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels, ignored, axis, size, weight, smoothing):
         dim = 1 if logits.dim() > 1 else 0
         start, classes = _start(axis, size), logits.shape[dim]
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32))  # half precision: eager accumulates in fp32 as well
-        top = x.amax(dim) if classes else x.new_full(labels.shape, -torch.inf)
-        top = all_reduce(top, axis, "max")
-        x = x - top.unsqueeze(dim)
+        top = logits.amax(dim) if classes else logits.new_full(labels.shape, -torch.inf)
+        top = all_reduce(top, axis, "max").to(torch.promote_types(logits.dtype, torch.float32))  # eager sums half precision in fp32 too
+        x = logits - top.unsqueeze(dim)
 
         elsewhere = ignored | (labels < start) | (labels >= start + classes)
         local = (labels - start).masked_fill(elsewhere, 0).unsqueeze(dim)
         picked = x.gather(dim, local).squeeze(dim).masked_fill(elsewhere, 0) if classes else torch.zeros_like(top)
-        parts = [x.exp().sum(dim), picked]
+        parts = [picked]
         if smoothing:
             parts.append((x if weight is None else x * _along(weight[start : start + classes], x, dim)).sum(dim))
-        total, picked, *rest = all_reduce(torch.stack(parts), axis)
+        parts.append(x.exp_().sum(dim))
+        picked, *rest, total = all_reduce(torch.stack(parts), axis)
         lse = total.log()  # less top, as x is
 
         a = torch.full_like(lse, 1 - smoothing) if weight is None else (1 - smoothing) * weight[labels.masked_fill(ignored, 0)].to(x.dtype)
         a = a.masked_fill(ignored, 0)
         loss = a * (lse - picked)
         b = torch.zeros_like(a)
-        w_sum = float(size) if weight is None else weight.sum().to(x.dtype)
         if smoothing:
             b = torch.full_like(a, smoothing / size).masked_fill(ignored, 0)
-            loss = loss + b * (w_sum * lse - rest[0])
+            loss = loss + b * (_total(weight, size) * lse - rest[0])
         ctx.save_for_backward(logits, top, lse, a, b, local, elsewhere, weight)
-        ctx.dim, ctx.start, ctx.smoothing, ctx.w_sum = dim, start, smoothing, w_sum
+        ctx.dim, ctx.start, ctx.smoothing, ctx.size = dim, start, smoothing, size
         return loss.masked_fill(ignored, 0)
 
     @staticmethod
@@ -138,7 +137,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         if not classes:
             return torch.zeros_like(logits), None, None, None, None, None, None
         a, b = grad * a, grad * b
-        out = (logits - top.unsqueeze(dim)).sub_(lse.unsqueeze(dim)).exp_().mul_((a + b * ctx.w_sum).unsqueeze(dim))
+        out = (logits - top.unsqueeze(dim)).sub_(lse.unsqueeze(dim)).exp_().mul_((a + b * _total(weight, ctx.size)).unsqueeze(dim))
         out.scatter_add_(dim, local, a.masked_fill(elsewhere, 0).neg().unsqueeze(dim))
         if ctx.smoothing:
             b = b.unsqueeze(dim)
@@ -149,6 +148,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def _start(axis: Axis, size: int) -> int:
     """The first row or class of this rank's piece."""
     return sum(widths_of(size, axis.size)[: axis.index])
+
+
+def _total(weight: torch.Tensor | None, size: int):
+    """The sum of the class weights."""
+    return size if weight is None else weight.sum()
 
 
 def _along(vector: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from autoshard.runtime.axis import Axis
 
 
 class Streams:
-    """One ``torch.Generator`` for each set of axes that may shard a value: ``streams()``, ``streams("data")``, ``streams("data", "tensor")``.
+    """One ``torch.Generator`` for each set of axes that may shard a value: ``streams()``, ``streams("data")`` and so on.
 
     A stream is seeded from the seed, this rank's coordinates along those axes, and the stage: ranks that differ only along other axes
     draw the same numbers, so long as they draw in the same order.

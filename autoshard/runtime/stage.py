@@ -16,6 +16,7 @@ from autoshard.errors import RunError
 from autoshard.mesh import Mesh
 from autoshard.placement import local_shape, parse_layout
 from autoshard.runtime.pieces import take
+from autoshard.runtime.random import Streams
 from autoshard.runtime.world import World
 
 
@@ -124,6 +125,7 @@ class StageModule(nn.Module):
             )
         self.world, self.device = world, world.device
         self.data, self.tensor = world.axes
+        self.streams = Streams(world.axes, world.stage, world.device, world.common_seed())
         for attribute, param in self.params.items():
             shape = local_shape(param.shape, parse_layout(param.layout), world.mesh.sizes, world.coords)
             tensor = torch.empty(shape, dtype=param.dtype, device=world.device)
@@ -131,6 +133,10 @@ class StageModule(nn.Module):
                 self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=param.requires_grad))
             else:
                 self.register_buffer(attribute, tensor, persistent=param.persistent)
+
+    def generator(self, cut_along: tuple[str, ...]) -> torch.Generator:
+        """Random numbers for a value that is cut along these axes: the same where it is replicated, others where it is cut."""
+        return self.streams(*cut_along)
 
     def prologue(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The extras of one micro-batch, computed before the first forward."""

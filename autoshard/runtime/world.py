@@ -62,9 +62,23 @@ class World:
             self._tied[stages] = dist.new_group(ranks, use_local_synchronization=True)
         return self._tied[stages]
 
+    def common_seed(self) -> int:
+        """Rank 0's ``torch.initial_seed()``, on all ranks. A collective."""
+        seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device=self.device)
+        if self.mesh.size > 1:
+            dist.broadcast(seed, 0)
+        return int(seed)
+
     def peer(self, stage: int) -> int:
         """The rank at this rank's place in another stage."""
         return self.mesh.rank(*self.coords, stage)
+
+
+def rank_and_count() -> tuple[int, int]:
+    """This process's rank and the number of processes: those of torch.distributed, else of torchrun's environment."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 _worlds: dict[tuple[Mesh, torch.device], tuple[dist.ProcessGroup | None, World]] = {}
@@ -80,8 +94,8 @@ def open_world(mesh: Mesh | tuple, device: torch.device | str | None = None) -> 
         MeshError: the number of processes is not the size of the mesh. The same on every rank, before any communication.
     """
     mesh = Mesh.of(mesh)
-    running = dist.is_available() and dist.is_initialized()
-    count = dist.get_world_size() if running else int(os.environ.get("WORLD_SIZE", 1))
+    running = dist.is_initialized()
+    _, count = rank_and_count()
     if count != mesh.size:
         raise MeshError(
             f"mesh {mesh} is for {mesh.size} process{'es' if mesh.size > 1 else ''}, but WORLD_SIZE is {count}",
