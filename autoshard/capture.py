@@ -118,7 +118,8 @@ def _refuse_input_gradients(call) -> None:
     for path, leaf in pytree.tree_flatten_with_path((call.args, call.kwargs, call.loss_only))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             raise CaptureError(
-                f"input {leaf_name(path[1:])!r} requires grad; gradients are computed for parameters only", hint="detach the input, or make it a parameter"
+                f"input {leaf_name(path[1:])!r} requires grad; gradients are computed for parameters only",
+                hint="detach the input, or make it a parameter",
             )
 
 
@@ -143,8 +144,8 @@ def model_params(model: nn.Module) -> tuple[Param, ...]:
     """Every parameter and buffer once, with all its names; the first name is the one that ``named_parameters`` gives."""
     names: dict[int, list[str]] = {}
     found: dict[int, tuple[torch.Tensor, str]] = {}
-    for kind, pairs in (("parameter", model.named_parameters(remove_duplicate=False)), ("buffer", model.named_buffers(remove_duplicate=False))):
-        for name, tensor in pairs:
+    for kind, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
+        for name, tensor in named(remove_duplicate=False):
             names.setdefault(id(tensor), []).append(name)
             found.setdefault(id(tensor), (tensor, kind))
     temporary = {

@@ -22,7 +22,7 @@ from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decision, apply, decide, record, restore
-from autoshard.predict import check_memory, describe, predict
+from autoshard.predict import check_memory, describe, fingerprint, predict
 from autoshard.program import Program
 
 __all__ = ["compile", "emit_folder", "plan"]
@@ -154,6 +154,11 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     """Canonical program and plan -> one program per stage, conversions explicit."""
     if plan.mesh != mesh:
         raise PlanError(f"the plan is for mesh {plan.mesh}, not {mesh}", hint="make a plan for this mesh")
+    if plan.fingerprint != fingerprint(program):
+        raise PlanError(
+            f"the plan was made for another model, batch or version of autoshard (fingerprint {plan.fingerprint}, here {fingerprint(program)})",
+            hint="make a plan for this model and this batch",
+        )
     program.mesh = mesh
     cut = passes.run("microbatch", program, plan.microbatches)
     decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)

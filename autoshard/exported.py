@@ -20,8 +20,11 @@ aten = torch.ops.aten
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
+Built = tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node]]
+"""A graph, the placeholders of the params that it reads, and those of its inputs by name."""
 
-def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node]]:
+
+def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> Built:
     """The graph of a Program from what torch.export made.
 
     Args:
@@ -65,7 +68,8 @@ def inline_regions(module: fx.GraphModule) -> None:
             inline(node, node.args[4], node.args[5:], module, grad=True)
         else:
             what = "torch.autocast" if "autocast" in name else f"the operator {name!r}"
-            raise CaptureError(f"the model uses {what} inside forward, which is not supported", where=place(node) or inner_place(module, node))
+            where = place(node) or inner_place(module, node)
+            raise CaptureError(f"the model uses {what} inside forward, which is not supported", where=where)
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.op == "call_function")
     module.recompile()
 
@@ -123,7 +127,7 @@ def refuse_data_dependent(graph: fx.Graph) -> None:
 def refuse_batch_statistics(exported) -> None:
     buffers = exported.graph_signature.inputs_to_buffers
     for node in exported.graph.nodes:
-        if node.target is aten.batch_norm.default and node.args[5]:
+        if node.target in (aten.batch_norm.default, aten.instance_norm.default) and node.args[5]:
             buffer = next((buffers[a.name] for a in node.args[3:5] if isinstance(a, fx.Node) and a.name in buffers), None)
             if buffer:
                 raise mutated("buffer", buffer, place(node))
@@ -158,7 +162,7 @@ def mutated(kind: str, target: str, where: str) -> CaptureError:
 # --- one flat graph --------------------------------------------------------------------------------------------------------
 
 
-def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node]]:
+def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> Built:
     """A new graph: one placeholder per param that is read and per tensor input, ops, one flat output."""
     by_name = {name: param for param in params for name in param.names}
     source = exported.graph
@@ -208,7 +212,8 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
 
     mode = next(n.meta["val"].fake_mode for n in source.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     for node, number in numbers.items():
-        new = mapping[node] = graph.create_node("call_function", aten.full.default, ([], number.item()), {"dtype": number.dtype}, name="full")
+        args, kwargs = ([], number.item()), {"dtype": number.dtype}
+        new = mapping[node] = graph.create_node("call_function", aten.full.default, args, kwargs, name="full")
         new.meta = {"val": plain(node.meta["val"], mode), "module": "", "source": ""}
     for node in source.nodes:
         if node.op == "call_function":

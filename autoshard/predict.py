@@ -220,7 +220,7 @@ def describe(captured, program: Program, title: str, mesh: Mesh, cluster: Cluste
     """A plan with its decisions and what is known of the model; ``program`` is the canonical one of the whole batch."""
     shapes = [(i.shape, i.batch_dim) for i in program.inputs.values() if i.batch_dim is not None]
     samples = shapes[0][0][shapes[0][1]] if shapes else 0
-    sequences = [shape for shape, dim in shapes if len(shape) == 2 and dim == 0]
+    words = [i.shape for i in program.inputs.values() if i.batch_dim == 0 and len(i.shape) == 2 and not i.dtype.is_floating_point]
     return Plan(
         mesh=mesh,
         cluster=cluster.name,
@@ -233,7 +233,7 @@ def describe(captured, program: Program, title: str, mesh: Mesh, cluster: Cluste
         model=title,
         parameter_count=sum(prod(p.shape) for p in captured.params if p.kind == "parameter"),
         samples=samples,
-        tokens=prod(sequences[0]) if sequences else 0,
+        tokens=prod(words[0]) if words else 0,
         memory_limit=limit,
         solver=solver,
     )

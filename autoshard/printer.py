@@ -31,21 +31,17 @@ def literal(arg) -> str:
     return repr(arg)  # dtypes, layouts and memory formats print as torch.float32 and so on
 
 
-def _simple(arg) -> bool:
-    text = literal(arg)
-    return text.replace("_", "a").replace(".", "a").isalnum()
-
-
 def _side(arg) -> str:
-    """An operand of an infix operator, in parentheses if it needs them."""
-    return literal(arg) if _simple(arg) or not literal(arg).startswith("-") else f"({literal(arg)})"
+    """An operand of an infix operator, in parentheses where a minus sign would bind otherwise."""
+    text = literal(arg)
+    return f"({text})" if text.startswith("-") else text
 
 
 def _infix(symbol: str):
     def write(a, b, **kwargs):
         if kwargs or not (isinstance(a, fx.Node) or isinstance(b, fx.Node)):
             return None
-        return f"{_side(a)} {symbol} {_side(b)}"
+        return f"{_side(a)} {symbol} {literal(b)}"
 
     return write
 
@@ -126,7 +122,8 @@ def _index(x, indices):
 
 
 def _convert(x, text, axis, size):
-    return f'rt.convert({literal(x)}, "{text}", self.{axis}, size={size})'
+    rest = "" if size is None else f", size={size}"
+    return f'rt.convert({literal(x)}, "{text}", self.{axis}{rest})'
 
 
 def _local_op(name: str):

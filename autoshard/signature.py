@@ -1,4 +1,4 @@
-"""How a call of the model, ``(args, kwargs)``, maps to the tensor inputs of its program. Standard library and torch only: the runtime uses it at every call."""
+"""How a call of the model, ``(args, kwargs)``, maps to the tensor inputs of its program: the runtime asks this at every call."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Signature:
             if expected is _MISSING or isinstance(value, torch.Tensor):
                 raise RunError(f"unexpected argument {name!r}", hint=f"the model was captured with {', '.join(self.tensors)}")
             if not same(value, expected):
-                raise RunError(f"argument {name!r} is {value!r}, but the model was captured with {expected!r}", hint="compile the model again for the new value")
+                raise RunError(
+                    f"argument {name!r} is {value!r}, but the model was captured with {expected!r}",
+                    hint="compile the model again for the new value",
+                )
         for name in self.tensors:
             if name not in given:
                 raise RunError(f"missing argument {name!r}", hint=f"the model was captured with {', '.join(self.tensors)}")
@@ -77,7 +80,9 @@ class Signature:
 _MISSING = object()
 
 
-def _leaves(args: tuple, kwargs: Mapping[str, Any], positional: tuple[str, ...], varargs: str | None, error: type[AutoshardError]) -> dict[str, Any]:
+def _leaves(
+    args: tuple, kwargs: Mapping[str, Any], positional: tuple[str, ...], varargs: str | None, error: type[AutoshardError]
+) -> dict[str, Any]:
     named: dict[str, Any] = dict(zip(positional, args))
     rest = args[len(positional) :]
     if rest and varargs is None:

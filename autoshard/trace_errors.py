@@ -14,7 +14,14 @@ from torch import nn
 from autoshard.errors import AutoshardError, CaptureError
 
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
-DATA_DEPENDENT = ("data-dependent", "data dependent", "dynamic control flow", "GuardOnDataDependent", "DataDependentOutputException", "_local_scalar_dense")
+DATA_DEPENDENT = (
+    "data-dependent",
+    "data dependent",
+    "dynamic control flow",
+    "GuardOnDataDependent",
+    "DataDependentOutputException",
+    "_local_scalar_dense",
+)
 
 
 @contextlib.contextmanager
@@ -39,7 +46,7 @@ def explain(model: nn.Module, error: Exception) -> CaptureError:
         return CaptureError(
             f"{name} decides something in Python by the data of a tensor: {expression or first_line(error)}",
             where=where,
-            hint="the graph must be the same for all data: use torch.where or a mask instead of if, int(), .item(), .tolist() and loops over data",
+            hint="the graph must be the same for all data: use torch.where or a mask, not if, int(), .item() or a loop over data",
         )
     return CaptureError(
         f"{name} can't be traced with these inputs: {first_line(chain[-1])}",

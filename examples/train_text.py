@@ -1,7 +1,7 @@
 """Train a small GPT-2 on the bytes of a file, on one device or on a mesh: the loop is the same, and so are the losses.
 
-    python examples/train_text.py --text FILE
-    torchrun --nproc-per-node 8 examples/train_text.py --text FILE --mesh 2,2,2
+python examples/train_text.py --text FILE
+torchrun --nproc-per-node 8 examples/train_text.py --text FILE --mesh 2,2,2
 """
 
 import argparse

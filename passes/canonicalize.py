@@ -9,11 +9,22 @@ from autoshard.passes.literal_sizes import literal_sizes
 from autoshard.passes.mean_loss import mean_loss_to_sum
 from autoshard.passes.split_to_slices import split_to_slices
 from autoshard.passes.tidy_names import tidy_names
+from autoshard.passes.whole_ops import whole_ops
 from autoshard.passes.writes_to_cat import writes_to_cat
 from autoshard.program import Program
 
-
-STEPS = (split_to_slices, drop_noops, writes_to_cat, mean_loss_to_sum, literal_sizes, drop_noops, drop_constant_masks, drop_dead_code, tidy_names)
+STEPS = (
+    whole_ops,
+    split_to_slices,
+    drop_noops,
+    writes_to_cat,
+    mean_loss_to_sum,
+    literal_sizes,
+    drop_noops,  # those that the new spelling uncovers
+    drop_constant_masks,
+    drop_dead_code,
+    tidy_names,
+)
 
 
 def canonicalize(program: Program) -> Program:

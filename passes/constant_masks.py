@@ -42,7 +42,7 @@ def drop_constant_masks(program: Program) -> Program:
 
 
 def kind_of(mask: fx.Node, constants: Constants) -> str | None:
-    """"causal", "whole" (hides nothing), or None: neither, or not known."""
+    """ "causal", "whole" (hides nothing), or None: neither, or not known."""
     rows, columns = shape_of(mask)[-2:]
     value = constants.value(mask) if rows * columns <= LARGEST else None
     if value is None or value.numel() > LARGEST:

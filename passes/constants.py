@@ -13,12 +13,15 @@ aten = torch.ops.aten
 
 LARGEST = 1 << 26
 """Elements of the largest value that is computed."""
+QUICK = 1 << 20
+"""Elements of the largest value that is searched for dims along which it is the same."""
 POINTWISE = {
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar, aten.neg.default, aten.abs.default, aten.to.dtype,
-    aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.eq.Tensor, aten.ne.Tensor, aten.le.Scalar, aten.lt.Scalar,
-    aten.ge.Scalar, aten.gt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
-    aten.bitwise_not.default, aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.where.self, aten.where.Scalar,
-    aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.minimum.default, aten.maximum.default,
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.rsub.Scalar, aten.neg.default, aten.abs.default,
+    aten.to.dtype, aten.le.Tensor, aten.lt.Tensor, aten.ge.Tensor, aten.gt.Tensor, aten.eq.Tensor, aten.ne.Tensor, aten.le.Scalar,
+    aten.lt.Scalar, aten.ge.Scalar, aten.gt.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Tensor, aten.bitwise_not.default, aten.logical_and.default, aten.logical_or.default, aten.logical_not.default,
+    aten.where.self, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.masked_fill.Scalar, aten.minimum.default,
+    aten.maximum.default,
 }  # fmt: skip
 ALONG = {aten.cumsum.default, aten.flip.default, aten.slice.Tensor, aten.select.int, aten.diff.default, aten.cat.default}
 """Ops that mix elements along their ``dim`` only."""
@@ -46,8 +49,18 @@ class Constants:
             return None
         if node not in self._values:
             inputs = {x: self.value(x) for x in node.all_input_nodes}
-            self._values[node] = None if None in inputs.values() else run(node, inputs)
+            value = None if None in inputs.values() else run(node, inputs)
+            self._values[node] = value if value is None else compact(value)
         return self._values[node]
+
+
+def compact(value: torch.Tensor) -> torch.Tensor:
+    """The value with size 1 along every dim where it turns out to be the same everywhere, if that is quick to see."""
+    for dim in range(value.dim()):
+        first = value.narrow(dim, 0, min(1, value.shape[dim]))
+        if 1 < value.shape[dim] and value.numel() <= QUICK and (value == first).all():
+            value = first
+    return value
 
 
 def run(node: fx.Node, inputs: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
@@ -61,11 +74,12 @@ def run(node: fx.Node, inputs: dict[fx.Node, torch.Tensor]) -> torch.Tensor | No
         return call(node, inputs)
     if node.target in ALONG:
         return along(node, inputs, values["dim"] if "dim" in values else values["dims"])
-    if node.target is aten.index.Tensor and all(isinstance(i, fx.Node) for i in node.args[1]) and len(node.args[1]) == inputs[node.args[0]].dim():
-        source = inputs[node.args[0]]
-        # along a dim where the source is the same everywhere, any index gives the same
-        indices = [inputs[i] if size > 1 else torch.zeros([1] * inputs[i].dim(), dtype=torch.int64) for i, size in zip(node.args[1], source.shape)]
-        return source[tuple(indices)] if torch.broadcast_shapes(*(i.shape for i in indices)).numel() <= LARGEST else None
+    if node.target is aten.index.Tensor and all(isinstance(i, fx.Node) for i in node.args[1]):
+        source, indices = inputs[node.args[0]], [inputs[i] for i in node.args[1]]
+        if len(indices) == source.dim():
+            # along a dim where the source is the same everywhere, any index gives the same
+            indices = [i if size > 1 else i.new_zeros([1] * i.dim()) for i, size in zip(indices, source.shape)]
+            return source[tuple(indices)] if torch.broadcast_shapes(*(i.shape for i in indices)).numel() <= LARGEST else None
     whole = {x: value.expand(shape_of(x)) for x, value in inputs.items()}
     if any(t.numel() > LARGEST for t in (*whole.values(), *tensors(node.meta["val"]))):
         return None

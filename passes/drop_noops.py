@@ -12,11 +12,13 @@ aten = torch.ops.aten
 
 ASSERTS = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default}
 COPIES = {
-    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default, aten.positive.default,
+    aten.clone.default, aten.contiguous.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
+    aten.lift.default, aten.positive.default,
 }  # fmt: skip
 SAME_SHAPE = {
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.expand_as.default, aten.flatten.using_ints,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.broadcast_to.default, aten.view_as.default, aten.repeat.default,
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default, aten.expand_as.default,
+    aten.flatten.using_ints, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.broadcast_to.default,
+    aten.view_as.default, aten.repeat.default,
 }  # fmt: skip
 """Ops that, when the shape stays, do nothing. (A slice of a negative step does not exist.)"""
 CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default}
@@ -28,7 +30,7 @@ def drop_noops(program: Program) -> Program:
     """Drop asserts, copies, casts to the same dtype, dropout that is off, views to the same shape, adding 0 and multiplying by 1.
 
     A program is functional and for no device in particular, so copies and moves between devices mean nothing. Casts that remain
-    become ``aten.to.dtype``; dropout that remains is ``aten.dropout``.
+    become ``aten.to.dtype``.
 
     before:  _assert_tensor_metadata(x, dtype=float32)
              to = aten.to.dtype_layout(x, dtype=float32, device=cpu); y = aten.dropout(to, 0.0, True); z = aten.contiguous(y); return [z]
@@ -44,8 +46,6 @@ def drop_noops(program: Program) -> Program:
             replace(node, node.args[0])
         elif node.target in CASTS:
             node.target, node.args, node.kwargs = aten.to.dtype, (node.args[0], node.meta["val"].dtype), {}
-        elif node.target is aten.native_dropout.default:
-            plain_dropout(node)
     return program
 
 
@@ -79,13 +79,3 @@ def stays_in_order(node: fx.Node, rank: int) -> bool:
     if node.target is aten.transpose.int:
         return node.args[1] % max(rank, 1) == node.args[2] % max(rank, 1)
     return [d % rank for d in node.args[1]] == list(range(rank))
-
-
-def plain_dropout(node: fx.Node) -> None:
-    """Functionalisation writes ``getitem(native_dropout(x, p, train), 0)`` for ``dropout(x, p, train)``."""
-    if any(user.args[1] != 0 for user in node.users):
-        return
-    node.target = aten.dropout.default
-    node.meta["val"] = node.meta["val"][0]
-    for user in list(node.users):
-        replace(user, node)

@@ -82,17 +82,17 @@ def show(program: Program) -> str:
     for node in program.graph.nodes:
         vals = tensors(node.meta.get("val"))
         shape = ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in vals)
-        notes = [shape] if shape else []
-        if "layouts" in node.meta:
+        notes = [shape] if shape and node.op != "output" else []
+        if node.meta.get("layouts"):
             notes.append(" ".join(map(format_layout, node.meta["layouts"])))
         if "strategy" in node.meta and node.op == "call_function":
             notes.append(node.meta["strategy"].name)
-        if "stage" in node.meta and program.mesh.pipeline > 1:
+        if "stage" in node.meta and node.op != "output" and program.mesh.pipeline > 1:
             notes.append(f"stage {node.meta['stage']}")
         if node.op == "placeholder":
             text = f"{node.name} = placeholder"
         elif node.op == "output":
-            text = f"return {_text(node.args[0])}"
+            text = f"return {_text(list(node.args[0]))}"
         else:
             args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
             target = str(node.target) if isinstance(node.target, ATEN_OP) else node.target.__name__

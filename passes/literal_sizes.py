@@ -15,21 +15,26 @@ RESHAPES = {
     aten.reshape_as.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.ravel.default,
 }  # fmt: skip
 EXPANDS = {aten.expand.default, aten.expand_as.default, aten.broadcast_to.default}
-PERMUTES = {aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.numpy_T.default, aten.mT.default, aten.adjoint.default}
+PERMUTES = {
+    aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist, aten.numpy_T.default, aten.mT.default,
+    aten.adjoint.default,
+}  # fmt: skip
 SWAPS = {aten.swapaxes.default, aten.swapdims.default}
 FILLS = {
-    aten.ones.default: 1, aten.zeros.default: 0, aten.new_ones.default: 1, aten.new_zeros.default: 0, aten.ones_like.default: 1, aten.zeros_like.default: 0,
-    aten.full.default: None, aten.new_full.default: None, aten.full_like.default: None, aten.scalar_tensor.default: None,
+    aten.ones.default: 1, aten.zeros.default: 0, aten.new_ones.default: 1, aten.new_zeros.default: 0, aten.ones_like.default: 1,
+    aten.zeros_like.default: 0, aten.full.default: None, aten.new_full.default: None, aten.full_like.default: None,
+    aten.scalar_tensor.default: None,
 }  # fmt: skip
 NAMES = {
-    aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.__or__.Tensor: aten.bitwise_or.Tensor, aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
-    aten.__and__.Scalar: aten.bitwise_and.Scalar, aten.__or__.Scalar: aten.bitwise_or.Scalar, aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
-    aten.multiply.Tensor: aten.mul.Tensor, aten.subtract.Tensor: aten.sub.Tensor, aten.divide.Tensor: aten.div.Tensor,
-    aten.true_divide.Tensor: aten.div.Tensor, aten.absolute.default: aten.abs.default, aten.negative.default: aten.neg.default,
-    aten.concat.default: aten.cat.default, aten.concatenate.default: aten.cat.default, aten.clip.default: aten.clamp.default,
-    aten.not_equal.Scalar: aten.ne.Scalar, aten.not_equal.Tensor: aten.ne.Tensor, aten.less.Tensor: aten.lt.Tensor, aten.less.Scalar: aten.lt.Scalar,
-    aten.greater.Tensor: aten.gt.Tensor, aten.greater.Scalar: aten.gt.Scalar, aten.less_equal.Tensor: aten.le.Tensor, aten.less_equal.Scalar: aten.le.Scalar,
-    aten.greater_equal.Tensor: aten.ge.Tensor, aten.greater_equal.Scalar: aten.ge.Scalar,
+    aten.__and__.Tensor: aten.bitwise_and.Tensor, aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor, aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar, aten.__xor__.Scalar: aten.bitwise_xor.Scalar, aten.multiply.Tensor: aten.mul.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor, aten.divide.Tensor: aten.div.Tensor, aten.true_divide.Tensor: aten.div.Tensor,
+    aten.absolute.default: aten.abs.default, aten.negative.default: aten.neg.default, aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default, aten.clip.default: aten.clamp.default, aten.not_equal.Scalar: aten.ne.Scalar,
+    aten.not_equal.Tensor: aten.ne.Tensor, aten.less.Tensor: aten.lt.Tensor, aten.less.Scalar: aten.lt.Scalar,
+    aten.greater.Tensor: aten.gt.Tensor, aten.greater.Scalar: aten.gt.Scalar, aten.less_equal.Tensor: aten.le.Tensor,
+    aten.less_equal.Scalar: aten.le.Scalar, aten.greater_equal.Tensor: aten.ge.Tensor, aten.greater_equal.Scalar: aten.ge.Scalar,
 }  # fmt: skip
 """Two names of one op, by name."""
 PLACE = ("device", "pin_memory", "layout", "memory_format")
@@ -41,7 +46,7 @@ FULL = {aten.scaled_dot_product_attention.default, aten.cross_entropy_loss.defau
 def literal_sizes(program: Program) -> Program:
     """Write every size and index as the traced number, every dim from the front, and each op in one form.
 
-    views -> ``aten.reshape`` (or ``expand``, ``permute``, ``transpose``, ``slice``), factories of one value -> ``aten.full`` with its dtype,
+    views -> ``aten.reshape`` (or ``expand``, ``permute``, ``transpose``, ``slice``); factories of one value -> ``aten.full``;
     aliases such as ``__and__`` -> the op that they name; no argument that says where a tensor lies; positional arguments first,
     trailing defaults left off.
 

@@ -288,13 +288,13 @@ class _Cut:
         call = local_call(node, shapes, tuple(tuple(v.shape) for v in cut), {"time": choice}, self.rules[node].local)
         replacements = iter(new_inputs)
         args, kwargs = _replace(call.args, inputs, replacements), {k: _replace(v, inputs, replacements) for k, v in call.kwargs.items()}
-        new = self.graph.call_function(call.target, args, kwargs)
+        new = self.graph.create_node("call_function", call.target, args, kwargs, name=node.name)
         result = cut[0] if isinstance(node.meta["val"], torch.Tensor) else type(node.meta["val"])(cut)
         self._finish(new, node, result, choice.results[0])
         return new
 
     def _extra(self, operand: fx.Node, now: Placement, wanted: Placement) -> fx.Node:
-        name = f"extra_{operand.name}" if wanted == R else f"extra_{operand.name}_{wanted.kind.lower()}{max(wanted.dim, 0)}"
+        name = f"{operand.name}_of_batch" if wanted == R else f"{operand.name}_of_microbatch"
         new = self.graph.placeholder(name)
         self._finish(new, operand, _cut_val(operand.meta["val"], wanted, self.m), wanted)
         self.extras[new.name] = (Extra(new.name, now, wanted), operand)

@@ -13,8 +13,8 @@ from autoshard.program import Program, shape_of
 aten = torch.ops.aten
 
 SPLITS = {
-    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unsafe_split.Tensor, aten.unsafe_chunk.default,
-    aten.tensor_split.sections, aten.tensor_split.indices, aten.hsplit.int, aten.vsplit.int,
+    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.unsafe_split.Tensor,
+    aten.unsafe_chunk.default, aten.tensor_split.sections, aten.tensor_split.indices, aten.hsplit.int, aten.vsplit.int,
 }  # fmt: skip
 
 VIEWS = {aten.unbind.int, aten.broadcast_tensors.default}

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def writes_to_cat(program: Program) -> Program:
-    """Rewrite what functionalisation makes of ``x[:, 1:] = y`` and ``x[:, 0] = 3``: one rule less for each, and no tensor that is overwritten.
+    """Rewrite what functionalisation makes of ``x[:, 1:] = y`` and ``x[:, 0] = 3``: fewer rules, and ops that all have a derivative.
 
     before:  z = aten.full([8, 12], 0); c = aten.copy(aten.slice(z, 1, 1, 12), y); out = aten.slice_scatter(z, c, 1, 1, 12)
     after:   z = aten.full([8, 12], 0); out = aten.cat([aten.slice(z, 1, 0, 1), y], 1)

@@ -19,8 +19,8 @@ A use by the producer itself has no f: strategy s goes from its own p to its own
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt import model_pb2

@@ -9,7 +9,8 @@ from autoshard.program import Program
 
 def run(captured: Captured, program: Program, model: nn.Module, batch: dict) -> list:
     """The output leaves of ``program`` on the model's own parameters; ``batch`` by the names of the program's inputs."""
-    values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False)), **captured.constants_values}
+    values = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    values |= captured.constants_values
     arguments = [values[param.name] for param in program.params.values()] + [batch[i.name] for i in program.inputs.values()]
     return fx.Interpreter(fx.GraphModule({}, program.graph)).run(*arguments)
 

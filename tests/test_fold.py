@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 import transformers
-from examples import bert, gpt2, llama, t5, vit
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -13,6 +12,7 @@ from autoshard.capture import capture
 from autoshard.passes.canonicalize import canonicalize
 from autoshard.planning.fold import Layers, constants, facts, fold, operands_of
 from autoshard.program import Input, Param, Program
+from examples import bert, gpt2, llama, t5, vit
 
 aten = torch.ops.aten
 
@@ -84,10 +84,11 @@ def test_one_class_per_position_of_a_layer(make, path, per_layer, count):
 
 
 def test_numbers_are_in_order_of_appearance():
-    program = program_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), (X,))
+    pairs = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.ReLU())]
+    program = program_of(nn.Sequential(*pairs, nn.Linear(4, 2)), (X,))
     # the first linear reads an input without a gradient, so its backward is another: it is no instance
     assert fold(program).nodes == [0, 1, 2, 1, 2, 3, 4]
-    assert fold(program).params == {"_0_weight": 5, "_0_bias": 6, "_2_weight": 7, "_2_bias": 8, "_4_weight": 7, "_4_bias": 8, "_6_weight": 9, "_6_bias": 10}
+    assert list(fold(program).params.values()) == [5, 6, 7, 8, 7, 8, 9, 10]
 
 
 X = torch.randn(3, 4)
@@ -210,8 +211,8 @@ def random_program(rng: random.Random) -> Program:
     def step(kind: int, back: int) -> None:
         a, b = values[-1], values[max(len(values) - back, 0)]
         weight = next(weights, placeholders[0])
-        target, args = [(aten.mm.default, (a, weight)), (aten.relu.default, (a,)), (aten.add.Tensor, (a, b)), (aten.mul.Tensor, (a, 2 + kind % 2))][kind % 4]
-        node = graph.call_function(target, args)
+        calls = (aten.mm.default, (a, weight)), (aten.relu.default, (a,)), (aten.add.Tensor, (a, b)), (aten.mul.Tensor, (a, kind))
+        node = graph.call_function(*calls[kind % 4])
         node.meta = {"val": val, "grad": True}
         values.append(node)
 
@@ -242,10 +243,12 @@ def check_instances(program: Program, layers: Layers) -> None:
 
     def shape(start: int) -> list:
         names: dict[fx.Node, int] = {}
-        return [
-            [index[x] - start if start <= index.get(x, -1) < start + layers.period else ("outside", names.setdefault(x, len(names))) for x in operands_of(n)]
-            for n in ops[start : start + layers.period]
-        ]
+        inside = range(start, start + layers.period)
+
+        def name(x: fx.Node):
+            return index[x] - start if index.get(x) in inside else ("outside", names.setdefault(x, len(names)))
+
+        return [[name(x) for x in operands_of(ops[i])] for i in inside]
 
     shapes = [shape(start) for start in layers.starts]
     assert all(s == shapes[0] for s in shapes)

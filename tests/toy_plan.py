@@ -65,7 +65,7 @@ def toy_plan() -> Plan:
             why = "[S(0), R] -> [S(0), R*], wanted by addmm"
             collective("all_reduce", "tensor", norm, f"{path}.{norm}", why, "backward", stage, ACTIVATION)
         for product in ("attn.c_proj", "mlp.c_proj"):
-            why = "[S(0), P] -> [S(0), R], wanted by add"
+            why = f"[S(0), P] -> [S(0), R], wanted by add_{2 * layer + 1}"
             collective("all_reduce", "tensor", f"addmm_{layer}", f"{path}.{product}", why, "forward", stage, ACTIVATION)
             for weight in ("weight", "bias"):
                 name = f"{path}.{product}.{weight}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 
 from autoshard.mesh import AXES, SHARDED_AXES
@@ -169,11 +170,17 @@ def _per_layer(plan: Plan) -> list[Part]:
 
 
 def _reasons(plan: Plan) -> list[Part]:
-    """Every collective under its module: what it is for, and the user's line that its value comes from."""
+    """Every collective under its module: what it is for, and the user's line that its value comes from.
+
+    Folded layers are shown with the names of the first.
+    """
+
+    def why(row: CollectiveRow) -> str:
+        layer = layer_of(row.module)
+        return row.why.replace(f"{layer}.", "") if layer else row.why
 
     def key(row: CollectiveRow):
-        why = row.why.replace(layer_of(row.module) + ".", "") if layer_of(row.module) else row.why
-        return row.kind, row.axis, row.direction, why, row.nbytes
+        return row.kind, row.axis, row.direction, re.sub(r"_\d+\b", "", why(row)), row.nbytes  # nodes of a layer differ in their number
 
     layers = [row for row in plan.collectives if row.kind != "send"]
     sends = [row for row in plan.collectives if row.kind == "send"]  # of a few layers only: apart, or no layer would equal the next
@@ -182,10 +189,9 @@ def _reasons(plan: Plan) -> list[Part]:
         if folded.path != module:
             module = folded.path
             out.append(Line(".".join(module) or "(the model itself)"))
-        kind, axis, direction, why, nbytes = folded.key
-        text = f"{kind.replace('_', '-')} over {axis}, {direction}, {size(nbytes)}: {why}"
-        source = folded.rows[0].source
-        out.append(Line(f"{text} ({source})" if source else text, indent=4))
+        first = folded.rows[0]
+        text = f"{first.kind.replace('_', '-')} over {first.axis}, {first.direction}, {size(first.nbytes)}: {why(first)}"
+        out.append(Line(f"{text} ({first.source})" if first.source else text, indent=4))
     return out
 
 
