@@ -15,7 +15,7 @@ from autoshard.capture import Captured, capture
 from autoshard.cluster import Cluster, parse_bytes
 from autoshard.emit import RankProgram, emit
 from autoshard.errors import PlanError
-from autoshard.launching import Deferred, one_plan_for_all, sharded_module, start
+from autoshard.launching import Deferred, one_plan_for_all, sharded_module, start, write_folder
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import Stage, pure_nodes
 from autoshard.passes.microbatch import Microbatched
@@ -24,8 +24,8 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decision, apply, decide, record, restore
 from autoshard.predict import check_memory, describe, fingerprint, predict
 from autoshard.program import Program
-
-__all__ = ["compile", "emit_folder", "plan"]
+from autoshard.runtime.sharded import Sharded
+from autoshard.runtime.world import World
 
 
 def plan(
@@ -83,11 +83,9 @@ def compile(
     mesh = Mesh.of(mesh)
     world = start(mesh)
     captured = capture(model, example_inputs, loss_fn, batch_dims)
-    program = passes.run("canonicalize", captured.program)
     if plan is None:
         plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options))[0])
-    rewritten = rewrite(program, plan, mesh)
-    return sharded_module(model, captured, program, plan, world, lambda rank: source(captured, rewritten, plan, rank))
+    return Prepared.of(captured, plan, mesh, example_inputs).sharded(model, world)
 
 
 def _defaults(options: dict) -> dict:
@@ -150,6 +148,29 @@ class Rewritten:
     stages: list[Stage]
 
 
+@dataclass
+class Prepared:
+    """A captured model, rewritten for a plan: what the module of any rank is made from."""
+
+    captured: Captured
+    program: Program
+    plan: Plan
+    rewritten: Rewritten
+    example_inputs: Any
+
+    @classmethod
+    def of(cls, captured: Captured, plan: Plan, mesh: Mesh, example_inputs: Any) -> Prepared:
+        program = passes.run("canonicalize", captured.program)
+        return cls(captured, program, plan, rewrite(program, plan, mesh), example_inputs)
+
+    def sharded(self, model: nn.Module, world: World) -> Sharded:
+        """The module of the world's rank, with the weights of ``model``."""
+        captured, program, plan = self.captured, self.program, self.plan
+        sharded = sharded_module(model, captured, program, plan, world, lambda rank: source(captured, self.rewritten, plan, rank))
+        sharded.emit = lambda folder: write_folder(folder, model, captured, program, plan, self.example_inputs, sharded.source)
+        return sharded
+
+
 def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     """Canonical program and plan -> one program per stage, conversions explicit."""
     if plan.mesh != mesh:
@@ -203,7 +224,12 @@ def sources(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, loss_f
 
 
 def emit_folder(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, folder: str | Path, loss_fn=None, batch_dims=None) -> None:
-    """Write the module of every rank into ``folder``, and the plan."""
-    for rank, text in sources(model, mesh, example_inputs, plan, loss_fn, batch_dims).items():
-        (Path(folder) / f"rank{rank}.py").write_text(text)
-    plan.save(Path(folder) / "plan.json")
+    """Write what trains without the planner: the module of every rank, the plan, and weights and batch where they have values.
+
+    ``torchrun --nproc-per-node N -m autoshard.runtime.launch FOLDER`` runs it.
+    """
+    mesh = Mesh.of(mesh)
+    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    program = passes.run("canonicalize", captured.program)
+    rewritten = rewrite(program, plan, mesh)
+    write_folder(folder, model, captured, program, plan, example_inputs, lambda rank: source(captured, rewritten, plan, rank))

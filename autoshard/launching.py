@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from autoshard.errors import AutoshardError, PlanError, RunError
 from autoshard.mesh import Mesh
 from autoshard.planning.plan import Plan
 from autoshard.program import Program
+from autoshard.runtime import launch
 from autoshard.runtime.interface import Argument, Interface
 from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.world import World, open_world
@@ -40,7 +42,7 @@ def one_plan_for_all(world: World, make: Callable[[], Plan]) -> Plan:
             answer = [PlanError(f"planning failed on rank 0: {type(error).__name__}: {error}")]
             answer[0].__cause__ = error
     sent = [_portable(answer[0])]
-    dist.broadcast_object_list(sent, src=0)
+    dist.broadcast_object_list(sent, group_src=0, group=world.everyone)
     if world.rank == 0 and isinstance(answer[0], Exception):
         raise answer[0]
     if isinstance(sent[0], Exception):
@@ -86,10 +88,33 @@ def sharded_module(model: nn.Module, captured: Captured, program: Program, plan:
     return sharded
 
 
-def _weights(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
+def write_folder(folder: str | Path, model: nn.Module, captured: Captured, program: Program, plan: Plan, batch: Any, source) -> None:
+    """See ``compiler.emit_folder``."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(plan.mesh.size):
+        (folder / f"rank{rank}.py").write_text(source(rank))
+    plan.save(folder / "plan.json")
+    face = interface(captured, program, model.training)
+    weights = _tensors(model, captured)
+    if any(t.device.type == "meta" for t in weights.values()):
+        weights = None
+    values = captured.in_spec.bind(*((), batch) if isinstance(batch, Mapping) else (batch, {}))
+    if any(t.device.type == "meta" for t in values.values()):
+        values = None
+    launch.write(folder, face, weights, values)
+
+
+def _tensors(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
+    """All tensors of the model by all their names."""
     found = dict(model.named_parameters(remove_duplicate=False))
     found.update(model.named_buffers(remove_duplicate=False))
     found.update(captured.constants_values)
+    return found
+
+
+def _weights(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
+    found = _tensors(model, captured)
     on_meta = sorted(name for name, tensor in found.items() if tensor.device.type == "meta")
     if on_meta:
         raise RunError(

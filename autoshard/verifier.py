@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import compiler
-from autoshard.checking.collectives import Log, first_mismatch
+from autoshard.capture import capture
 from autoshard.checking.compare import tolerance_of
-from autoshard.checking.processes import Process, ProcessError, Status, wait_for
+from autoshard.checking.local import Local
 from autoshard.checking.report import Report
-from autoshard.checking.trial import Trial, check, run_alone, run_rank, warm_up
+from autoshard.checking.separate import Separate
+from autoshard.checking.trial import Build, Trial
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
 from autoshard.planning.plan import Plan
+from autoshard.runtime.world import open_world
 from autoshard.target import load_target
 
-Build = Callable[[nn.Module, Any], nn.Module]
+BACKENDS = {"processes": Separate, "local": Local}
 TIMEOUT = 120.0
 """Seconds that a verification may take. Ranks that only wait for each other are found within 15 s."""
 
@@ -46,9 +41,10 @@ def verify(
     batch_dims: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
     timeout: float = TIMEOUT,
+    backend: str = "processes",
     **options: Any,
 ) -> Report:
-    """Train a few steps on ``mesh.size`` local processes (gloo, one thread each) and compare with one device.
+    """Train a few steps on ``mesh.size`` ranks on this machine and compare with one device.
 
     Compared are the loss of every step on every rank, every output of the first step on every rank, all gathered gradients of every
     step, parameters and buffers after every step of AdamW, the copies that ranks hold of one tensor, and the collectives that ranks
@@ -63,13 +59,15 @@ def verify(
         loss_fn, batch_dims: as for ``compile``.
         plan: the plan to run; by default one is made.
         timeout: seconds until everything is ended and an error raised.
+        backend: "processes" (gloo, one thread each), as on a cluster; or "local", all ranks in lockstep inside this process: the same
+            programs and comparisons in a fraction of the time, but no process group, and a plain schedule in place of the pipeline's.
         options: for ``autoshard.plan``: cluster, memory, microbatches, pin.
 
     Raises:
         AutoshardError: the model can't be planned, or a rank failed (the error says which, and where); all processes have ended by then.
     """
     common = {"steps": steps, "dtype": dtype, "seed": seed, "loss_fn": loss_fn, "batch_dims": batch_dims, "timeout": timeout}
-    with Reference(model_fn, example_inputs, **common) as reference:
+    with Reference(model_fn, example_inputs, backend=backend, **common) as reference:
         return reference.verify(mesh, plan=plan, **options)
 
 
@@ -82,13 +80,24 @@ class Reference:
     The arguments are those of ``verify``.
     """
 
-    def __init__(self, model_fn, example_inputs=None, *, steps=3, dtype=None, seed=0, loss_fn=None, batch_dims=None, timeout=TIMEOUT):
+    def __init__(
+        self,
+        model_fn,
+        example_inputs=None,
+        *,
+        steps=3,
+        dtype=None,
+        seed=0,
+        loss_fn=None,
+        batch_dims=None,
+        timeout=TIMEOUT,
+        backend="processes",
+    ):
         if steps < 1:
             raise RunError(f"steps is {steps}; it must be at least 1")
-        if dist.is_available() and dist.is_initialized():
-            what = "verify starts its own processes, and this one is already part of a process group"
-            raise RunError(what, hint="run it in plain python, without torchrun")
-        self.common, self.timeout = {"loss_fn": loss_fn, "batch_dims": batch_dims}, timeout
+        if backend not in BACKENDS:
+            raise RunError(f"backend can't be {backend!r}", hint=f"it is one of {', '.join(BACKENDS)}")
+        self.common, self.backend = {"loss_fn": loss_fn, "batch_dims": batch_dims}, backend
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, example_inputs = _make(model_fn, example_inputs)
@@ -98,21 +107,13 @@ class Reference:
             batches = tuple(pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in batches)
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.trial = Trial(model, batches, loss_fn, seed, tolerance_of(self.dtype))
-        warm_up()
-        self._stack = contextlib.ExitStack()
-        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="autoshard-verify-")))
-        self._alone: dict | None = None
-        self._process = Process("the one-device run", self._run_alone, self._folder)
-
-    def _run_alone(self, status: Status) -> None:
-        torch.save(run_alone(self.trial, status), self._folder / "alone.pt")
+        self._backend = BACKENDS[backend](self.trial, timeout)
 
     def __enter__(self) -> Reference:
         return self
 
     def __exit__(self, *_) -> None:
-        self._process.kill()
-        self._stack.close()
+        self._backend.close()
 
     def verify(self, mesh: Any, *, plan: Plan | None = None, build: Build | None = None, **options: Any) -> Report:
         """Compare with a run on ``mesh``.
@@ -124,48 +125,26 @@ class Reference:
         mesh, start = Mesh.of(mesh), time.monotonic()
         model, steps = self.trial.model, len(self.trial.batches)
         if build is None:
-            if plan is None:
-                plan = compiler.plan(model, mesh, self.trial.batches[0], **self.common, **options)
-
-            def build(model, batch):
-                return compiler.compile(model, mesh, batch, plan=plan, **self.common)
-
-        report = Report(mesh, type(model).__name__, str(self.dtype).removeprefix("torch."), steps)
+            plan = plan or compiler.plan(model, mesh, self.trial.batches[0], **self.common, **options)
+            build = self._build(mesh, plan)
+        report = Report(mesh, type(model).__name__, str(self.dtype).removeprefix("torch."), steps, backend=self.backend)
         report.parameters = sum(p.numel() for p in model.parameters())
         if plan is not None:
             report.microbatches, report.split = plan.microbatches, plan.split_flops
         planned = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=self._folder) as name:
-            folder = Path(name)
-            work = partial(_work, self.trial, build, mesh, folder, self.timeout)
-            ranks = [Process(_label(mesh, rank), partial(work, rank), folder) for rank in range(mesh.size)]
-            logs = [Log(folder / f"rank{rank}.collectives") for rank in range(mesh.size)]
-
-            def watch() -> str | None:
-                return first_mismatch(logs) if any([log.refresh() for log in logs]) else None
-
-            try:
-                report.mismatch = wait_for(ranks, self.timeout, watch)
-            except ProcessError:
-                _ = self.alone  # a model that fails on one device as well is no fault of sharding: that error is the one to tell
-                raise
-            ran = time.monotonic()
-            if report.mismatch is None:
-                report.collectives = [rank.result for rank in ranks]
-                report.random = self.alone["random"]
-                checker = Process("the comparison", lambda status: check(self.trial, self.alone, mesh.size, folder, status), folder)
-                wait_for([checker], self.timeout)
-                report.rows, report.excused = checker.result
-        report.seconds = {"planning": planned - start, "running": ran - planned, "comparing": time.monotonic() - ran}
+        found = self._backend.compare(mesh, build)
+        report.mismatch, report.rows, report.excused = found.mismatch, found.rows, found.excused
+        report.collectives, report.random = found.collectives, found.random
+        report.seconds = {"planning": planned - start, "running": found.running, "comparing": found.comparing}
         return report
 
-    @property
-    def alone(self) -> dict:
-        """What ``run_alone`` gave; waits for it."""
-        if self._alone is None:
-            wait_for([self._process], self.timeout)
-            self._alone = torch.load(self._folder / "alone.pt", weights_only=False)
-        return self._alone
+    def _build(self, mesh: Mesh, plan: Plan) -> Build:
+        if self.backend != "local":
+            return lambda model, batch: compiler.compile(model, mesh, batch, plan=plan, **self.common)
+        # ranks of one process need the model to be traced once only
+        model, batch = self.trial.model, self.trial.batches[0]
+        prepared = compiler.Prepared.of(capture(model, batch, **self.common), plan, mesh, batch)
+        return lambda model, batch: prepared.sharded(model, open_world(mesh))
 
 
 def _make(model_fn, example_inputs) -> tuple[nn.Module, Any]:
@@ -181,16 +160,3 @@ def _make(model_fn, example_inputs) -> tuple[nn.Module, Any]:
         hint = "give a global batch, a function that returns one, or return (model, example_inputs) from model_fn"
         raise RunError("verify needs example_inputs", hint=hint)
     return model, example_inputs
-
-
-def _label(mesh: Mesh, rank: int) -> str:
-    data, tensor, pipeline = mesh.coords(rank)
-    return f"rank {rank} (data {data}, tensor {tensor}, pipeline {pipeline})"
-
-
-def _work(trial: Trial, build: Build, mesh: Mesh, folder: Path, timeout: float, rank: int, status: Status) -> int:
-    status("joining the process group")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(mesh.size)}
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=mesh.size, timeout=limit)
-    return run_rank(trial, build, rank, folder, status)

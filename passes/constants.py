@@ -49,7 +49,7 @@ class Constants:
             return None
         if node not in self._values:
             inputs = {x: self.value(x) for x in node.all_input_nodes}
-            value = None if None in inputs.values() else run(node, inputs)
+            value = None if any(v is None for v in inputs.values()) else run(node, inputs)
             self._values[node] = value if value is None else compact(value)
         return self._values[node]
 

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 from autoshard import ops
 from autoshard.errors import PlanError
 from autoshard.mesh import SHARDED_AXES
+from autoshard.passes.edit import arguments, written
 from autoshard.placement import Layout, R, local_shape, step_arguments
 from autoshard.program import Program, is_getitem, operands, shape_of, tensors, where
 from autoshard.rules import rule_for
@@ -109,6 +110,26 @@ def _cross_entropy(node: fx.Node, inputs: Shapes, results: Shapes, cut) -> Local
     )
 
 
+def _groups(node: fx.Node, inputs: Shapes, results: Shapes, cut) -> LocalCall:
+    """A convolution on whole groups has fewer of them: channels a side, by channels of one group as the weight has them."""
+    x, w = inputs[:2]
+    values = arguments(node)
+    channels = results[0] if "conv_transpose" in str(node.target) or values.get("transposed") else x
+    values["groups"] = channels[len(x) - len(w) + 1] // w[1]
+    return LocalCall(node.target, *written(node, values))
+
+
+def _norm_groups(node: fx.Node, inputs: Shapes, results: Shapes, cut) -> LocalCall:
+    values = arguments(node)
+    values["num_groups"] = values["num_groups"] * inputs[0][1] // shape_of(node)[1]
+    return LocalCall(node.target, *written(node, values))
+
+
+CONVOLUTIONS = (
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+    aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input, aten.convolution.default,
+)  # fmt: skip
+
 HANDLERS = {
     aten.reshape.default: _sizes_from_result,
     aten.expand.default: _sizes_from_result,
@@ -124,6 +145,8 @@ HANDLERS = {
     aten.mean.dim: _mean,
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.group_norm.default: _norm_groups,
+    **dict.fromkeys(CONVOLUTIONS, _groups),
 }
 
 

@@ -26,6 +26,7 @@ from math import inf, prod
 import torch
 from torch import fx
 
+from autoshard import ops
 from autoshard.errors import PlanError
 from autoshard.passes.localize import local_call
 from autoshard.placement import R_STAR, P, Placement, R, S, local_shape
@@ -288,7 +289,13 @@ class _Cut:
         call = local_call(node, shapes, tuple(tuple(v.shape) for v in cut), {"time": choice}, self.rules[node].local)
         replacements = iter(new_inputs)
         args, kwargs = _replace(call.args, inputs, replacements), {k: _replace(v, inputs, replacements) for k, v in call.kwargs.items()}
-        new = self.graph.create_node("call_function", call.target, args, kwargs, name=node.name)
+        if call.target is ops.scaled_sum:  # a mean over samples: the sum of this micro-batch's, divided by the count of all
+            x, dims, keepdim, count = args
+            total = self.graph.create_node("call_function", aten.sum.dim_IntList, (x, list(dims), keepdim), name=f"{node.name}_sum")
+            self._finish(total, node, cut[0], choice.results[0])
+            new = self.graph.create_node("call_function", aten.div.Tensor, (total, count), name=node.name)
+        else:
+            new = self.graph.create_node("call_function", call.target, args, kwargs, name=node.name)
         result = cut[0] if isinstance(node.meta["val"], torch.Tensor) else type(node.meta["val"])(cut)
         self._finish(new, node, result, choice.results[0])
         return new

@@ -21,7 +21,7 @@ from .reduce import reduce
 
 __all__ = ["Evaluation", "Infeasible", "Op", "ShardingProblem", "ShardingSolution", "SolverError", "Use", "Value", "evaluate", "solve"]
 
-AGREEMENT = 1e-6  # relative difference allowed between the solver's price and evaluate's
+AGREEMENT = 1e-6  # relative difference allowed between the solver's price and evaluate's (absolute below 1, as scaled)
 FINE = 10.0  # an objective this large, as scaled, is well above HiGHS's tolerances of 1e-7 to 1e-6
 
 
@@ -63,12 +63,12 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
         program, scale = FlowProgram(net), 1e4 / price.objective
     claimed, bound = answer.price + net.offset, answer.bound + net.offset
     over = price.objective - claimed  # an unfinished answer may hold flows that its own x make cheaper, a finished one may not
-    if price.violations or (abs(over) if answer.optimal else over) > AGREEMENT * max(claimed, price.objective):
+    if price.violations or (abs(over) if answer.optimal else over) > AGREEMENT * max(claimed, price.objective, 1.0 / scale):
         raise SolverError(f"the solver claims {claimed!r} s, evaluate says {price.objective!r} s {price.violations}")
     return ShardingSolution(
         choices=choices,
         objective=price.objective,
-        bound=min(bound, price.objective),
+        bound=min(max(bound, 0.0), price.objective),
         seconds=time.perf_counter() - start,
         build_seconds=built - start,
         status="optimal" if answer.optimal else "time limit",

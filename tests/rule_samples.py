@@ -226,7 +226,7 @@ SAMPLES = {
         "layer_norm": [(f(4, 5, 6), [6], f(6), f(6)), (f(4, 5, 6), [5, 6], None, f(5, 6)), (f(5, 6), [6])],
         "native_layer_norm": [(f(4, 5, 6), [6], f(6), f(6), 1e-5)],
         "rms_norm": [(f(4, 5, 6), [6], f(6)), (f(5, 6), [6])],
-        "group_norm": [(f(5, 6, 4), 3, f(6), f(6)), (f(4, 6), 2)],
+        "group_norm": [(f(5, 6, 4), 3, f(6), f(6)), (f(4, 6), 2), (f(4, 6, 3), 6, f(6), f(6)), (f(4, 6, 3), 1, f(6))],
         "batch_norm": [
             (f(6, 4, 3), f(4), f(4), f(4), f(4), False, 0.1, 1e-5, False), (f(6, 4), f(4), f(4), None, None, True, 0.1, 1e-5, False),
             (f(6, 4), None, None, f(4), f(4), False, 0.1, 1e-5, False),
@@ -289,10 +289,34 @@ SAMPLES = {
     }),
     aten("binary_cross_entropy"): [(f(5, 6), f(5, 6), f(6), r) for r in range(3)],
     aten("binary_cross_entropy_with_logits"): [(f(5, 6), f(5, 6), f(5, 1), f(6), r) for r in range(3)],
+    # recurrent layers
+    **table({
+        "lstm.input": [
+            (f(4, 5, 3), [f(2, 5, 6), f(2, 5, 6)], [f(24, 3), f(24, 6), f(24), f(24), f(24, 6), f(24, 6), f(24), f(24)],
+             True, 2, 0.0, True, False, False),
+            (f(5, 4, 3), [f(2, 5, 6), f(2, 5, 6)], [f(24, 3), f(24, 6), f(24, 3), f(24, 6)], False, 1, 0.0, True, True, True),
+            (f(5, 4, 3), [f(1, 5, 2), f(1, 5, 6)], [f(24, 3), f(24, 2), f(2, 6)], False, 1, 0.0, True, False, True),
+        ],
+        "gru.input": [
+            (f(4, 5, 3), f(2, 5, 6), [f(18, 3), f(18, 6), f(18), f(18), f(18, 3), f(18, 6), f(18), f(18)], True, 1, 0.0, True, True, False),
+            (f(5, 4, 3), f(1, 5, 6), [f(18, 3), f(18, 6)], False, 1, 0.0, False, False, True),
+            (f(5, 4, 3), f(2, 5, 6), [f(18, 3), f(18, 6), f(18, 6), f(18, 6)], False, 2, 0.5, True, False, True),
+        ],
+        "rnn_tanh.input rnn_relu.input": [(f(4, 5, 3), f(1, 5, 6), [f(6, 3), f(6, 6), f(6), f(6)], True, 1, 0.0, True, False, False)],
+        "lstm.data": [
+            (f(9, 3), torch.tensor([5, 4]), [f(1, 5, 6), f(1, 5, 6)], [f(24, 3), f(24, 6)], False, 1, 0.0, True, False),
+        ],
+        "gru.data": [(f(9, 3), torch.tensor([5, 4]), f(1, 5, 6), [f(18, 3), f(18, 6)], False, 1, 0.0, True, False)],
+        "rnn_tanh.data rnn_relu.data": [(f(9, 3), torch.tensor([5, 4]), f(1, 5, 6), [f(6, 3), f(6, 6)], False, 1, 0.0, True, False)],
+        "lstm_cell": [(f(5, 3), [f(5, 6), f(5, 6)], f(24, 3), f(24, 6), f(24), f(24)), (f(5, 3), [f(5, 6), f(5, 6)], f(24, 3), f(24, 6))],
+        "gru_cell": [(f(5, 3), f(5, 6), f(18, 3), f(18, 6), f(18), f(18)), (f(3), f(6), f(18, 3), f(18, 6))],
+        "rnn_tanh_cell rnn_relu_cell": [(f(5, 3), f(5, 6), f(6, 3), f(6, 6), f(6), f(6))],
+    }),
     # convolutions
     **table({
-        "conv1d": [(f(5, 4, 7), f(6, 4, 3), f(6)), (f(4, 7), f(6, 4, 3)), (f(5, 4, 7), f(6, 2, 3), f(6), [1], [0], [1], 2)],
-        "conv2d": [(f(5, 4, 6, 6), f(6, 4, 2, 2), f(6), [2, 2])],
+        "conv1d": [(f(5, 4, 7), f(6, 4, 3), f(6)), (f(4, 7), f(6, 4, 3)), (f(5, 4, 7), f(6, 2, 3), f(6), [1], [0], [1], 2),
+                   (f(2, 12, 7), f(6, 2, 3), f(6), [1], [0], [1], 6), (f(5, 1, 7), f(6, 1, 3), f(6))],
+        "conv2d": [(f(5, 4, 6, 6), f(6, 4, 2, 2), f(6), [2, 2]), (f(5, 6, 6, 6), f(6, 1, 3, 3), f(6), [1, 1], [1, 1], [1, 1], 6)],
         "conv3d": [(f(5, 4, 3, 3, 3), f(6, 4, 2, 2, 2))],
         "conv1d.padding": [(f(5, 4, 7), f(6, 4, 3), f(6), [1], "same")],
         "conv2d.padding": [(f(5, 4, 5, 5), f(6, 4, 3, 3), f(6), [1, 1], "same")],
@@ -300,7 +324,8 @@ SAMPLES = {
         "convolution": [
             (f(5, 4, 7), f(6, 4, 3), f(6), [1], [1], [1], False, [0], 1), (f(5, 4, 7), f(4, 6, 3), f(6), [2], [1], [1], True, [0], 1),
         ],
-        "conv_transpose1d": [(f(5, 4, 7), f(4, 6, 3), f(6)), (f(5, 4, 7), f(4, 3, 3), f(6), [1], [0], [0], 2)],
+        "conv_transpose1d": [(f(5, 4, 7), f(4, 6, 3), f(6)), (f(5, 4, 7), f(4, 3, 3), f(6), [1], [0], [0], 2),
+                             (f(2, 12, 7), f(12, 2, 3), f(12), [1], [0], [0], 6)],
         "conv_transpose2d.input": [(f(5, 4, 4, 4), f(4, 6, 2, 2), f(6))],
         "conv_transpose3d.input": [(f(2, 4, 3, 3, 3), f(4, 6, 2, 2, 2))],
         "max_pool1d avg_pool1d max_pool1d_with_indices": [(f(5, 4, 6), [2])],

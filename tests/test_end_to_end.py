@@ -58,11 +58,6 @@ def test_on_one_device():
     assert report.equal and not report.replicated, report.text()
 
 
-def test_a_plan_that_divides_nothing_says_so():
-    report = verify(target("mlp"), "1,2,1", pin={name: {"tensor": "R"} for name in ("up.weight", "down.weight", "up.bias", "down.bias")})
-    assert report.equal and ("NOTHING IS DIVIDED" in report.text()) == (report.split["tensor"] == 0)
-
-
 def train_text(folder: Path, mesh: str, processes: int) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else [sys.executable]
     arguments = ["--mesh", mesh, "--text", str(EXAMPLES / "train_text.py"), "--steps", "5", "--losses", str(folder / "losses")]

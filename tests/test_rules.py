@@ -41,6 +41,13 @@ def resize(node: fx.Node, values, shapes):
             start,
             start + part if node.target is aten("slice", "Tensor") and len(args) < 5 else args[3] if len(args) > 4 else part,
         ]
+    names = [a.name for a in node.target._schema.arguments]
+    if "groups" in names and len(args) > names.index("groups"):
+        whole, result = node.args[0].meta["val"].shape[1], node.meta["val"].shape[1]
+        if values[0].shape[1] < whole and shapes[0][1] < result:  # whole groups on each rank
+            args[names.index("groups")] = args[names.index("groups")] * values[0].shape[1] // whole
+    if node.target is aten("group_norm"):
+        args[1] = args[1] * values[0].shape[1] // node.args[0].meta["val"].shape[1]
     return node.target, args
 
 

@@ -14,7 +14,9 @@ from torch import nn
 
 from autoshard.checking import compare, processes
 from autoshard.checking.collectives import Log, Record, first_mismatch
+from autoshard.checking.report import Report
 from autoshard.errors import AutoshardError, RunError
+from autoshard.mesh import Mesh
 from autoshard.verifier import Reference, verify
 
 MESH = (2, 1, 1)
@@ -197,6 +199,14 @@ def test_float64_finds_what_float32_can_not_tell_from_rounding():
     assert ("gradient", "head.weight") in wrong(report)
 
 
+def test_a_plan_that_divides_nothing_says_so():
+    row = compare.Row("loss", "", 1, 0, 0.0, 1e-5)
+    report = Report(Mesh(1, 2, 1), "Toy", "float32", 1, rows=[row], split={"data": 0.0, "tensor": 0.0})
+    assert report.equal and report.replicated and "NOTHING IS DIVIDED" in report.text()
+    report.split["tensor"] = 0.97
+    assert not report.replicated and "Matmul FLOPs split: data 0 %, tensor 97 %." in report.text()
+
+
 def verify_with(model_fn, inputs, *faults, **options):
     with Reference(model_fn, inputs, timeout=40, **options) as reference:
         return run(reference, *faults)
@@ -222,6 +232,8 @@ def test_wrong_numbers_are_found(reference, fault, found):
     assert not report.equal
     assert found in wrong(report), report.text()
     assert "NOT EQUAL" in report.text() and not report.worst.ok
+    if found[0] == "gradient":
+        assert report.excused == {}
 
 
 @pytest.mark.parametrize(

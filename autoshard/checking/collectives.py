@@ -63,9 +63,9 @@ def _record(op: str, args: tuple, stage: str) -> Record:
     tensors = [t for a in args for t in _tensors(a)]
     plain = [a for a in args if type(a) in (int, str) and a != group.group_name]
     if op in ("send", "recv"):  # (tensors, group, peer's place in the group, tag)
-        return Record((tuple(ranks), group.group_name), op, " ".join(map(_describe, tensors)), stage, ranks[plain[0]])
+        return Record((tuple(ranks), group.group_name), op, " ".join(map(describe, tensors)), stage, ranks[plain[0]])
     lists = tuple(tuple(a) for a in args if isinstance(a, (list, tuple)) and a and all(type(n) is int for n in a))
-    shapes = [str(tensors[0].dtype)] if op in _UNLIKE and tensors else list(map(_describe, tensors))
+    shapes = [str(tensors[0].dtype)] if op in _UNLIKE and tensors else list(map(describe, tensors))
     what = " ".join([op, *map(str, plain), *shapes])
     return Record((tuple(ranks), group.group_name), op, what, stage, splits=lists if len(lists) == 2 else ())
 
@@ -85,18 +85,33 @@ def _tensors(a) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _describe(t: torch.Tensor) -> str:
+def describe(t: torch.Tensor) -> str:
+    """dtype and shape, in a word."""
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 
 
 @dataclass
-class Log:
+class Records:
     """What a rank has logged so far."""
 
-    path: Path
     records: list[Record] = field(default_factory=list)
     ended: bool = False
-    _read: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.records)
+
+    def end(self) -> None:
+        """The rank starts no more collectives."""
+        self.ended = True
+
+
+class Log(Records):
+    """What a rank of another process has logged to a file so far."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self._read = path, 0
 
     def refresh(self) -> bool:
         """Read what is new; whether there was anything."""
@@ -117,7 +132,7 @@ class Log:
         return bool(new)
 
 
-def first_mismatch(logs: list[Log]) -> str | None:
+def first_mismatch(logs: list[Records]) -> str | None:
     """The first place where ranks' collectives do not match, in words; None if all that is logged fits together.
 
     Logs may still be growing: a rank that is behind is no mismatch until it has ended.
@@ -145,7 +160,7 @@ def first_mismatch(logs: list[Log]) -> str | None:
     return None
 
 
-def _compare(one: int, other: int, by_rank: dict[int, list[Record]], ranks: tuple, logs: list[Log]) -> str | None:
+def _compare(one: int, other: int, by_rank: dict[int, list[Record]], ranks: tuple, logs: list[Records]) -> str | None:
     a, b = by_rank.get(one, []), by_rank.get(other, [])
     for i, (x, y) in enumerate(zip(a, b)):
         fits = x.what == y.what
@@ -159,7 +174,7 @@ def _compare(one: int, other: int, by_rank: dict[int, list[Record]], ranks: tupl
     return _missing(one, a, other, b, f"group {ranks}", logs)
 
 
-def _compare_messages(pair: tuple[int, int], sent: list[Record], received: list[Record], logs: list[Log]) -> str | None:
+def _compare_messages(pair: tuple[int, int], sent: list[Record], received: list[Record], logs: list[Records]) -> str | None:
     source, target = pair
     for i, (x, y) in enumerate(zip(sent, received)):
         if x.what != y.what:
@@ -167,7 +182,7 @@ def _compare_messages(pair: tuple[int, int], sent: list[Record], received: list[
     return _missing(source, sent, target, received, f"messages from rank {source} to rank {target}", logs)
 
 
-def _missing(one: int, a: list[Record], other: int, b: list[Record], where: str, logs: list[Log]) -> str | None:
+def _missing(one: int, a: list[Record], other: int, b: list[Record], where: str, logs: list[Records]) -> str | None:
     for more, rank_more, less, rank_less in ((a, one, b, other), (b, other, a, one)):
         if len(more) > len(less) and logs[rank_less].ended:
             extra = more[len(less)]

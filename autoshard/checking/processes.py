@@ -53,17 +53,24 @@ class Failure:
     traceback: str
     error: AutoshardError | None
 
+    @classmethod
+    def of(cls, error: BaseException, status: Status) -> Failure:
+        text = "".join(traceback.format_exception_only(error)).strip()
+        whole = "".join(traceback.format_exception(error))
+        return cls(time.monotonic(), status.stage, text, whole, error if isinstance(error, AutoshardError) else None)
+
 
 class Status:
-    """What a process is doing, kept where its parent can read it."""
+    """What a process is doing, kept in a file where its parent can read it, if it has one."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | None):
         self._path = path
         self.stage = "start"
 
     def __call__(self, stage: str) -> None:
         self.stage = stage
-        self._path.write_text(stage)
+        if self._path:
+            self._path.write_text(stage)
 
 
 class Process:
@@ -100,9 +107,7 @@ class Process:
             _write(self._files["result"], body(status))
             code = 0
         except BaseException as error:
-            known = error if isinstance(error, AutoshardError) else None
-            text = "".join(traceback.format_exception_only(error)).strip()
-            _write(self._files["failure"], Failure(time.monotonic(), status.stage, text, traceback.format_exc(), known))
+            _write(self._files["failure"], Failure.of(error, status))
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -182,14 +187,14 @@ def wait_for(processes: list[Process], timeout: float, watch: Callable[[], Any] 
             grace = time.monotonic() + GRACE
             while any(p.alive for p in processes) and time.monotonic() < grace:
                 time.sleep(POLL)
-            raise _first({p.label: p.failure for p in processes if not p.alive and p.failure})
+            raise first_failure({p.label: p.failure for p in processes if not p.alive and p.failure})
         return None
     finally:
         for process in processes:
             process.kill()
 
 
-def _first(failures: dict[str, Failure]) -> AutoshardError:
+def first_failure(failures: dict[str, Failure]) -> AutoshardError:
     """The failure that came first; those that only tell of a lost peer come last."""
     label, failure = min(failures.items(), key=lambda item: (bool(_ECHO.search(item[1].text)), item[1].time))
     who = f"{label} failed in {failure.stage}"

@@ -25,6 +25,7 @@ class Report:
     model: str
     dtype: str
     steps: int
+    backend: str = "processes"
     microbatches: int = 1
     rows: list[Row] = field(default_factory=list)
     mismatch: str | None = None
@@ -55,14 +56,16 @@ class Report:
         runs = [f"{self.steps} step{'s' * (self.steps != 1)}", self.dtype]
         if self.microbatches > 1:
             runs.append(f"{self.microbatches} micro-batches")
-        lines = [f"{answer}: {self.model} on mesh {self.mesh} ({self.mesh.size} processes) against one device; {', '.join(runs)}"]
+        n, s = self.mesh.size, "s" * (self.mesh.size > 1)
+        where = f"{n} rank{s} in one process" if self.backend == "local" else f"{n} process{s and 'es'}"
+        lines = [f"{answer}: {self.model} on mesh {self.mesh} ({where}) against one device; {', '.join(runs)}"]
         if self.mismatch:
             lines += ["", "Ranks don't run the same collectives:", f"  {self.mismatch}"]
         else:
             lines += ["", *self._table()]
-            wrong = [row for row in self.rows if not row.ok]
+            wrong = list({(row.kind, row.name, row.step): row for row in reversed(self.rows) if not row.ok}.values())[::-1]
             if wrong:
-                lines += ["", f"{len(wrong)} of {len(self.rows)} comparisons are wrong:"]
+                lines += ["", "Wrong:"]
                 lines += [f"  {row.kind} {row.where()}: {row.error:.1e}, allowed {row.allowed:.0e}" for row in wrong[:_SHOWN]]
                 lines += [f"  ... and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
         return "\n".join([*lines, "", *self._notes()])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,13 +12,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.checking.collectives import Recorder
 from autoshard.checking.compare import Row, compare, compare_gradients, elements_over
 from autoshard.checking.processes import Status
 from autoshard.errors import RunError
+from autoshard.mesh import Mesh
 from autoshard.signature import leaf_name, read_call
 
 LEARNING_RATE = 1e-3
+
+Build = Callable[[nn.Module, Any], nn.Module]
+"""``build(model, batch)``, called on every rank, makes its sharded module."""
+
+
+@dataclass
+class Compared:
+    """What a backend found: see ``Report`` for the fields. running, comparing: seconds."""
+
+    mismatch: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    excused: dict[str, int] = field(default_factory=dict)
+    collectives: list[int] = field(default_factory=list)
+    random: bool = False
+    running: float = 0.0
+    comparing: float = 0.0
+
+
+def label(mesh: Mesh, rank: int) -> str:
+    data, tensor, pipeline = mesh.coords(rank)
+    return f"rank {rank} (data {data}, tensor {tensor}, pipeline {pipeline})"
 
 
 @dataclass(frozen=True)
@@ -111,21 +131,26 @@ def run_alone(trial: Trial, status: Status) -> dict:
     return {"losses": losses, "leaves": leaves, "parameters": {n: p.detach() for n, p in model.named_parameters()}, "random": random}
 
 
-def run_rank(trial: Trial, build: Callable[[nn.Module, Any], nn.Module], rank: int, folder: Path, status: Status) -> int:
-    """Train on this rank of an initialised process group; what was computed goes to files in ``folder``. Returns collectives a step."""
+def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup | None, recorder, status: Status) -> tuple[dict, int]:
+    """Train on one rank: what was computed, as ``check`` reads it, and the number of collectives of a step.
+
+    Args:
+        everyone: the group of all ranks; None if there is one.
+        recorder: while it is entered, what it gives counts the collectives that this rank starts (``count``, ``end()``).
+    """
     status("compile")
     sharded = build(trial.model, copy.deepcopy(trial.batches[0]))
     losses, leaves, gradients, per_step = [], {}, [], 0
-    with Recorder(folder / f"rank{rank}.collectives", lambda: status.stage) as recorder:
+    with recorder as log:
         status("gathering parameters")
         states = [_whole(sharded.state_dict())]
         optimizer = adamw(sharded.parameters())
         for step in range(1, len(trial.batches) + 1):
-            batch, before = trial.start_step(step), recorder.count
+            batch, before = trial.start_step(step), log.count
             status(f"step {step} forward")
             output = call(sharded, batch)
             loss = loss_of(output, trial.loss_fn is not None)
-            per_step = recorder.count - before
+            per_step = log.count - before
             if step == 1:
                 status("step 1, gathering outputs")
                 leaves = leaves_of(output)
@@ -133,9 +158,9 @@ def run_rank(trial: Trial, build: Callable[[nn.Module, Any], nn.Module], rank: i
                 break
             losses.append(loss.detach().clone())
             status(f"step {step} backward")
-            before = recorder.count
+            before = log.count
             loss.backward()
-            per_step += recorder.count - before
+            per_step += log.count - before
             status(f"step {step}, gathering gradients")
             gradients.append(_whole(sharded.grad_dict()))
             status(f"step {step} optimizer")
@@ -144,40 +169,40 @@ def run_rank(trial: Trial, build: Callable[[nn.Module, Any], nn.Module], rank: i
                 optimizer.zero_grad()
             status(f"step {step}, gathering parameters")
             states.append(_whole(sharded.state_dict()))
-        recorder.end()
+        log.end()
     status("comparing copies")
-    rows = _check_copies(sharded, states[-1], len(losses), rank)
-    status("writing results")
+    rows = _check_copies(sharded, states[-1], len(losses), rank, everyone)
     whole = {"states": states, "gradients": gradients} if rank == 0 else {}
-    torch.save({"losses": losses, "leaves": leaves, "copies": rows, **whole}, folder / f"rank{rank}.pt")
-    return per_step
+    return {"losses": losses, "leaves": leaves, "copies": rows, **whole}, per_step
 
 
 def _whole(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: t.detach().clone() if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
 
 
-def _check_copies(sharded: nn.Module, states: dict[str, Any], step: int, rank: int) -> list[Row]:
+def _check_copies(sharded: nn.Module, states: dict[str, Any], step: int, rank: int, everyone: dist.ProcessGroup | None) -> list[Row]:
     """This rank's parameters and buffers against the whole tensors that rank 0 gathered: what several ranks hold
     must be equal to the bit, or it drifts apart."""
     rows = []
     held = {name: tensor.detach().cpu() for pairs in (sharded.named_parameters(), sharded.named_buffers()) for name, tensor in pairs}
     for name in sorted(states):
         whole = states[name].contiguous()
-        if dist.get_world_size() > 1:
-            dist.broadcast(whole, 0)
+        if everyone is not None:
+            dist.broadcast(whole, group_src=0, group=everyone)
         if name in held:
             rows.append(compare("copy", name, step, rank, held[name], sharded.piece_of(name, whole), 0.0))
     return rows
 
 
-def check(trial: Trial, alone: dict, world: int, folder: Path, status: Status) -> tuple[list[Row], dict[str, int]]:
-    """Compare what the ranks wrote with one device. Returns rows, and by parameter the number of excused elements (see compare.py)."""
+def check(
+    trial: Trial, alone: dict, world: int, result_of: Callable[[int], dict], status: Status
+) -> tuple[list[Row], dict[str, int]]:
+    """Compare what each rank computed with one device. Returns rows, and by parameter the number of excused elements (see compare.py)."""
     rows: list[Row] = []
     tolerance = trial.tolerance
     for rank in range(world):
         status(f"comparing rank {rank}")
-        got = torch.load(folder / f"rank{rank}.pt", weights_only=False)
+        got = result_of(rank)
         for step, want in enumerate(alone["losses"], 1):
             rows.append(compare("loss", "", step, rank, got["losses"][step - 1] if step <= len(got["losses"]) else None, want, tolerance))
         rows += got["copies"]
@@ -188,15 +213,13 @@ def check(trial: Trial, alone: dict, world: int, folder: Path, status: Status) -
             else:
                 note = "missing" if name in alone["leaves"] else "not an output of the model"
                 rows.append(Row("output", name, 1, rank, torch.inf, tolerance, note))
-    got = torch.load(folder / "rank0.pt", weights_only=False)
+    got = result_of(0)
     status("comparing steps")
-    rows += _check_steps(trial, got["states"], got["gradients"])
+    steps = _check_steps(trial, got["states"], got["gradients"])
     excused = {}
-    if got["gradients"] and len(got["states"]) > 1:
-        for name, want in alone["parameters"].items():
-            if name in got["states"][-1]:
-                excused[name] = elements_over(got["states"][-1][name], want, tolerance)
-    return rows, {name: n for name, n in excused.items() if n}
+    if got["gradients"] and all(row.ok for row in steps):  # otherwise what differs is wrong, not excused
+        excused = {name: elements_over(got["states"][-1][name], want, tolerance) for name, want in alone["parameters"].items()}
+    return rows + steps, {name: n for name, n in excused.items() if n}
 
 
 def _check_steps(trial: Trial, states: list[dict], gradients: list[dict]) -> list[Row]:

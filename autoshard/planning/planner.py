@@ -45,8 +45,9 @@ def decide(
     ``pure(program)`` gives the values that any stage can compute for itself. ``limit``: bytes a rank, for the cut. Raises PlanError.
     """
     start = time.perf_counter()
-    annotated = annotate(program, mesh, pins)
-    chosen, notes = _shardings(program, annotated, mesh, cluster, time_limit)
+    alike = fold(program).by_node(program)
+    annotated = annotate(program, mesh, pins, alike)
+    chosen, notes = _shardings(program, annotated, alike, mesh, cluster, time_limit)
     decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
     if mesh.pipeline > 1:
         decision.stages = _cut(program, annotated, chosen, mesh, cluster, pure(program), limit, notes)
@@ -54,8 +55,8 @@ def decide(
     return decision
 
 
-def _shardings(program: Program, annotated: dict[fx.Node, Annotated], mesh: Mesh, cluster: Cluster, time_limit: float):
-    classes = classes_of(program, fold(program).by_node(program))
+def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mesh: Mesh, cluster: Cluster, time_limit: float):
+    classes = classes_of(program, alike)
     built = build(program, annotated, classes, mesh, cluster)
     try:
         solution = sharding.solve(built.problem, time_limit=time_limit)
@@ -94,7 +95,7 @@ def _cut(program: Program, annotated, chosen, mesh: Mesh, cluster: Cluster, pure
 
 def restore(program: Program, mesh: Mesh, strategies: dict[str, list[str]], stages: dict[str, int]) -> Decision:
     """The decision that a plan records, for the same program. Raises PlanError where they do not fit each other."""
-    annotated = annotate(program, mesh)
+    annotated = annotate(program, mesh, alike=fold(program).by_node(program))
     chosen: dict[fx.Node, Strategy] = {}
     for node, item in annotated.items():
         if node.op == "output":

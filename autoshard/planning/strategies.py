@@ -33,10 +33,22 @@ def plain(layout: Layout, grad: bool, sizes: tuple[int, ...]) -> Layout:
     return tuple(R if k == 1 or (p == R_STAR and not grad) else p for p, k in zip(layout, sizes))
 
 
-def annotate(program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | None = None) -> dict[fx.Node, Annotated]:
-    """The legal strategies of every placeholder, op and of the output, on axes (data, tensor)."""
+def annotate(
+    program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | None = None, alike: dict[fx.Node, int] | None = None
+) -> dict[fx.Node, Annotated]:
+    """The legal strategies of every placeholder, op and of the output, on axes (data, tensor).
+
+    alike: a class for each op; ops of one class (the same op of identical layers) have one rule, which is looked up once.
+    """
     sizes = mesh.sizes
-    rules = {n: rule_for(n) for n in program.ops if not is_getitem(n)}
+    by_class: dict[int, OpRule] = {}
+    rules = {}
+    for node in program.ops:
+        if not is_getitem(node):
+            kind = alike.get(node) if alike else None
+            rules[node] = by_class[kind] if kind in by_class else rule_for(node)
+            if kind is not None:
+                by_class[kind] = rules[node]
     blocks = _block_candidates(rules, sizes)
     per_axis = {n: [_axis_choices(n, rule, k, blocks) for k in sizes] for n, rule in rules.items()}
     for node in rules:
@@ -45,19 +57,23 @@ def annotate(program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | Non
         if sizes[axis] > 1:
             _prune(program, rules, per_axis, axis)
     out: dict[fx.Node, Annotated] = {}
+    made: dict[tuple, tuple[Strategy, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             out[node] = Annotated(node, None, (), _stored(program, node, sizes, blocks))
         elif node in rules:
             inputs = operands(node)
-            found = strategies(
-                rules[node],
-                tuple(per_axis[node]),
-                sizes,
-                tuple(map(shape_of, inputs)),
-                tuple(tuple(v.shape) for v in tensors(node.meta["val"])),
-            )
-            out[node] = Annotated(node, rules[node], tuple(map(result_of, inputs)), _plain(found, inputs, node, sizes))
+            key = (alike.get(node, node) if alike else node, *(tuple(c.name for c in options) for options in per_axis[node]))
+            if key not in made:
+                found = strategies(
+                    rules[node],
+                    tuple(per_axis[node]),
+                    sizes,
+                    tuple(map(shape_of, inputs)),
+                    tuple(tuple(v.shape) for v in tensors(node.meta["val"])),
+                )
+                made[key] = _plain(found, inputs, node, sizes)
+            out[node] = Annotated(node, rules[node], tuple(map(result_of, inputs)), made[key])
         elif node.op == "output":
             out[node] = _demands(program, node, sizes)
     _pin(program, out, pins or {})

@@ -35,6 +35,7 @@ from autoshard.rules import (
     norm,
     pointwise,
     randomness,
+    recurrent,
     reductions,
     slicing,
     views,
@@ -60,6 +61,7 @@ TABLES = (
     indexing.TABLE,
     losses.TABLE,
     convolution.TABLE,
+    recurrent.TABLE,
     randomness.TABLE,
     factories.TABLE,
 )

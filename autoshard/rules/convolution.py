@@ -1,4 +1,4 @@
-"""Rules of convolutions, pooling and resizing: samples and channels are factors, spatial dims are fixed (their edges would need halos)."""
+"""Rules of convolutions, pooling and resizing: samples, channels and groups are factors, spatial dims are fixed (their edges would need halos)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ from autoshard.rules.notation import OpRule
 
 
 def convolution(node: fx.Node) -> OpRule:
-    """``n c x^, o c k^, +o -> n o y^``: input channels are summed. With groups (an argument) channels are fixed."""
+    """``n c x^, o c k^, +o -> n o y^``: input channels are summed. With groups channels are ``(g c)`` and ``(g o)``.
+
+    A rank that holds whole groups has fewer of them: the number of groups is an argument like a size.
+    """
     x, w, y = shape_of(operands(node)[0]), shape_of(operands(node)[1]), result_shapes(node)[0]
     arguments = [a.name for a in node.target._schema.arguments]
     transposed = "conv_transpose" in str(node.target) or ("transposed" in arguments and argument(node, "transposed"))
-    space = len(w) - 2
+    space, groups = len(w) - 2, argument(node, "groups")
     batch = ["n"] if len(x) == space + 2 else []
-    c, o, per_group = "c", "o", "c"
-    if argument(node, "groups") > 1:
-        c, o, per_group = "c^", "o^", "each^"
-    weight = [c, "each^" if per_group == "each^" else "o"] if transposed else [o, per_group]
+    sizes = {"c": x[len(batch)] // groups, "o": y[len(batch)] // groups}
+    inside, outside = (_grouped(name, size, groups) for name, size in sizes.items())
+    weight = [inside, "o" if sizes["o"] > 1 else "_"] if transposed else [outside, "c" if sizes["c"] > 1 else "_"]
     specs = {
-        "input": " ".join([*batch, c, *dims(space, range(space), "x")]),
+        "input": " ".join([*batch, inside, *dims(space, range(space), "x")]),
         "weight": " ".join([*weight, *dims(space, range(space), "k")]),
-        "bias": f"+{o}",
+        "bias": f"+{outside}",
     }
-    result = " ".join([*batch, o, *dims(space, range(space), "y")])
+    result = " ".join([*batch, outside, *dims(space, range(space), "y")])
     saved = [name for name, other in (("input", 1), ("weight", 0)) if needs_grad(operands(node)[other])]
     outputs, macs = (x, prod(w[1:])) if transposed else (y, prod(w[1:]))
-    return bind_named(node, specs, result, saved=saved, linear=[("input", "bias")], flops=2.0 * prod(outputs) * macs)
+    known = {**sizes, "g": groups}
+    return bind_named(node, specs, result, saved=saved, linear=[("input", "bias")], known=known, flops=2.0 * prod(outputs) * macs)
+
+
+def _grouped(name: str, size: int, groups: int) -> str:
+    """The token of channels: ``size`` of them in each of ``groups`` groups."""
+    if groups == 1:
+        return name if size > 1 else "_"
+    return f"(g {name})" if size > 1 else "g"
 
 
 def spatial(rank: int, saved: tuple[int, ...] = (), linear: bool = False):

@@ -20,11 +20,13 @@ def layer_norm(node: fx.Node) -> OpRule:
 
 
 def group_norm(node: fx.Node) -> OpRule:
-    """Only the batch is a factor: cutting channels would change the number of groups, an argument."""
-    rank = len(shape_of(operands(node)[0]))
-    text = " ".join(dims(rank, range(1, rank)))
-    specs = {"input": text, "weight": "d1^", "bias": "d1^"}
-    return bind_named(node, specs, text, saved=("input", "weight"))
+    """``n (g c^) x^``: statistics are those of a sample's group. A rank with fewer groups is told so by the argument."""
+    x = shape_of(operands(node)[0])
+    groups, names = argument(node, "num_groups"), dims(len(x), range(1, len(x)))
+    size = x[1] // groups
+    channels = "d1^" if groups == 1 else "(g c^)" if size > 1 else "g"
+    specs = {"input": " ".join([names[0], channels, *names[2:]]), "weight": channels, "bias": channels}
+    return bind_named(node, specs, specs["input"], saved=("input", "weight"), known={"g": groups, "c": size})
 
 
 def batch_norm(node: fx.Node) -> OpRule:

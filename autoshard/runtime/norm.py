@@ -28,10 +28,10 @@ def clip_grad_norm(stage: StageModule, params: Mapping[str, Param], max_norm: fl
     norm = torch.nn.utils.get_total_norm(mine, norm_type).to(stage.world.device, torch.float64)
     if stage.world.mesh.size > 1:
         if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX)
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=stage.world.everyone)
         else:
             norm = norm**norm_type
-            dist.all_reduce(norm)
+            dist.all_reduce(norm, group=stage.world.everyone)
             norm = norm ** (1.0 / norm_type)
     norm = norm.to(dtype)
     torch.nn.utils.clip_grads_with_norm_([p for _, p in grads], max_norm, norm)

@@ -68,7 +68,7 @@ def full_shape(spec: Output, microbatches: int) -> tuple[int, ...]:
 def from_last_stage(x: torch.Tensor, world: World) -> torch.Tensor:
     """``x`` of the last pipeline stage, on all stages; overwrites x on the others."""
     x = x.contiguous()
-    dist.broadcast(x, world.peer(world.mesh.pipeline - 1), group=world.pipeline)
+    dist.broadcast(x, group_src=world.mesh.pipeline - 1, group=world.pipeline)
     return x
 
 

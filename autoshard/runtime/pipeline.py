@@ -55,7 +55,7 @@ class Pipeline:
     def __init__(self, stage: StageModule, before_last: Callable[[], None]):
         world, m = stage.world, stage.microbatches
         self.stage = stage
-        self.body = _Body(stage)
+        self.body = Body(stage)
         ends = _Stage(
             self.body,
             stage.stage,
@@ -90,7 +90,7 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
 
 
-class _Body(nn.Module):
+class Body(nn.Module):
     """What the schedule sees of a stage: received tensors in, tensors to send out; on the last stage, the loss out."""
 
     def __init__(self, stage: StageModule):

@@ -50,7 +50,7 @@ class Sharded(nn.Module):
         self._sync = GradientSync(reduced, every_backward=not self.scheduled)
         several = sorted(((spec.stages, spec.name, p) for spec, p in trainable if len(spec.stages) > 1), key=lambda e: e[:2])
         self._tied = [(p, self.world.holders(stages)) for stages, _, p in several]
-        runner = Pipeline if self.world.mesh.pipeline > 1 else Loop
+        runner = (self.world.scheduler or Pipeline) if self.world.mesh.pipeline > 1 else Loop
         self._runner = runner(stage, self._sync.arm)
         if interface.training is not None:
             self.train(interface.training)

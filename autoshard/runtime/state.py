@@ -39,7 +39,7 @@ def gather_one(stage: StageModule, param: Param, piece: torch.Tensor | None, dty
         out = torch.empty(param.shape, dtype=dtype or param.dtype, device=world.device)
     if world.mesh.pipeline > len(param.stages):
         out = out.contiguous()
-        dist.broadcast(out, world.peer(min(param.stages)), group=world.pipeline)
+        dist.broadcast(out, group_src=min(param.stages), group=world.pipeline)
     return out.cpu().clone(memory_format=torch.contiguous_format)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +21,11 @@ class World:
     """One rank's view of the mesh.
 
     data / tensor: the axes along which values are placed.
-    pipeline: group of the ranks that hold the other stages of this rank's model replica; None without a pipeline.
+    everyone: group of all ranks; None on a mesh of one device.
+    pipeline: group of the ranks that hold the other stages of this rank's model replica, in their order; None without a pipeline.
     joint: group of all data x tensor ranks of this stage; None if there is one only.
     device_mesh: dims ("pipeline", "data", "tensor"); None on a mesh of one device, which needs no process group.
+    scheduler: what runs micro-batches over the stages, if not ``pipeline.Pipeline``.
     """
 
     mesh: Mesh
@@ -29,9 +33,11 @@ class World:
     device: torch.device
     data: Axis
     tensor: Axis
+    everyone: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     joint: dist.ProcessGroup | None = None
     device_mesh: DeviceMesh | None = None
+    scheduler: Callable | None = None
     _tied: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -66,12 +72,8 @@ class World:
         """Rank 0's ``torch.initial_seed()``, on all ranks. A collective."""
         seed = torch.tensor(torch.initial_seed() % 2**63, dtype=torch.int64, device=self.device)
         if self.mesh.size > 1:
-            dist.broadcast(seed, 0)
+            dist.broadcast(seed, group_src=0, group=self.everyone)
         return int(seed)
-
-    def peer(self, stage: int) -> int:
-        """The rank at this rank's place in another stage."""
-        return self.mesh.rank(*self.coords, stage)
 
 
 def rank_and_count() -> tuple[int, int]:
@@ -80,6 +82,9 @@ def rank_and_count() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
+
+current_world: ContextVar[World | None] = ContextVar("current_world", default=None)
+"""Set where ranks are not processes of their own: the World that ``open_world`` gives then."""
 
 _worlds: dict[tuple[Mesh, torch.device], tuple[dist.ProcessGroup | None, World]] = {}
 
@@ -94,6 +99,9 @@ def open_world(mesh: Mesh | tuple, device: torch.device | str | None = None) -> 
         MeshError: the number of processes is not the size of the mesh. The same on every rank, before any communication.
     """
     mesh = Mesh.of(mesh)
+    current = current_world.get()
+    if current is not None and current.mesh == mesh:
+        return current
     running = dist.is_initialized()
     _, count = rank_and_count()
     if count != mesh.size:
@@ -143,6 +151,7 @@ def _connect(mesh: Mesh, device: torch.device) -> World:
         device,
         Axis("data", mesh.data, data, group("data")),
         Axis("tensor", mesh.tensor, tensor, group("tensor")),
+        dist.group.WORLD,
         group("pipeline"),
         joint,
         device_mesh,
