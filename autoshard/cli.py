@@ -133,7 +133,7 @@ def _options(arguments: argparse.Namespace) -> dict:
     _only(arguments.precision, "--precision", ("fp32",), ("bf16", "fp16", "fp64"))
     _only(arguments.zero, "--zero", ("auto",), ("0", "1", "2", "3"))
     _only(arguments.recompute, "--recompute", ("auto", "off"), ("on",))
-    _only(getattr(arguments, "backend", "processes"), "--backend", ("processes",), ("local",))
+    _only(getattr(arguments, "backend", "processes"), "--backend", ("processes", "local"), ())
     given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "plan")}
     options = {name: value for name, value in given.items() if value is not None}
     if arguments.mesh is not None:

@@ -46,8 +46,8 @@ def verify(arguments: Namespace, options: dict) -> int:
 
     options = _with_plan(options)
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[arguments.dtype]
-    with _progress("running on local processes and on one device"):
-        report = verifier.verify(arguments.target, steps=arguments.steps, dtype=dtype, seed=arguments.seed, **options)
+    with _progress("running on a mesh of this machine and on one device"):
+        report = verifier.verify(arguments.target, steps=arguments.steps, dtype=dtype, seed=arguments.seed, backend=arguments.backend, **options)
     if arguments.format == "json":
         _print_json(report.to_json())
     else:

@@ -40,7 +40,9 @@ def plan(
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Plan:
-    """The fastest plan found for training ``model`` on ``mesh``. Needs no process group and no device; nothing of the model's size is allocated.
+    """The fastest plan found for training ``model`` on ``mesh``.
+
+    Needs no process group and no device; nothing of the model's size is allocated.
 
     Args:
         model: on any device, ``meta`` included; not modified.
@@ -72,8 +74,8 @@ def compile(
 ) -> nn.Module:
     """This rank's part of ``model``, ready to train: a ``runtime.Sharded``. Call it on every rank of the mesh.
 
-    Without ``example_inputs`` the model is traced and planned at the first call. Rank 0 plans, all ranks run that plan. ``options`` are those
-    of ``plan``. The user's model is not modified, its weights are copied.
+    Without ``example_inputs`` the model is traced and planned at the first call. Rank 0 plans, all ranks run that plan. ``options`` are
+    those of ``plan``. The user's model is not modified, its weights are copied.
 
     Raises:
         AutoshardError: the same on every rank, before any communication of the training itself.
@@ -109,6 +111,8 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
     best: tuple[float, Plan, Program] | None = None
     refused: PlanError | None = None
     for m in microbatch_candidates(program, mesh, microbatches):
+        if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
+            break
         try:
             found, converted = _plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}))
         except PlanError as error:
@@ -175,9 +179,10 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     """Canonical program and plan -> one program per stage, conversions explicit."""
     if plan.mesh != mesh:
         raise PlanError(f"the plan is for mesh {plan.mesh}, not {mesh}", hint="make a plan for this mesh")
-    if plan.fingerprint != fingerprint(program):
+    here = fingerprint(program)
+    if plan.fingerprint != here:
         raise PlanError(
-            f"the plan was made for another model, batch or version of autoshard (fingerprint {plan.fingerprint}, here {fingerprint(program)})",
+            f"the plan was made for another model, batch or version of autoshard (fingerprint {plan.fingerprint}, here {here})",
             hint="make a plan for this model and this batch",
         )
     program.mesh = mesh

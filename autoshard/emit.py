@@ -12,17 +12,22 @@ from autoshard.passes.cut_stages import Stage
 from autoshard.passes.microbatch import Extra
 from autoshard.placement import R, format_layout
 from autoshard.printer import conversion_comment, expression, literal
-from autoshard.program import Param, Program, result_of
+from autoshard.program import Param, Program, op_kind, result_of
 
 WIDTH = 140
-HEAVY = ("linear", "addmm", "mm", "bmm", "matmul", "convolution", "conv2d", "scaled_dot_product_attention", "embedding", "cross_entropy_loss")
+HEAVY = {
+    *("linear", "addmm", "mm", "bmm", "matmul", "convolution", "conv2d"),
+    *("scaled_dot_product_attention", "embedding", "cross_entropy_loss"),
+}
+"""Ops whose sharded factor is worth a word in the comment."""
 
 
 @dataclass
 class RankProgram:
     """What one rank runs: its stage with local shapes, the prologue (or None), and facts about the whole.
 
-    whole: the stage's program with global (micro-batch) shapes. last: the last stage's, likewise. holders: parameter placeholder -> the stages that hold it.
+    whole: the stage's program with global (micro-batch) shapes. last: the last stage's, likewise.
+    holders: parameter placeholder -> the stages that hold it. unused: parameters that no stage reads, kept on stage 0.
     """
 
     title: str
@@ -39,11 +44,12 @@ class RankProgram:
 
 def emit(rank: RankProgram) -> str:
     """The source of the rank's module."""
-    mesh, stage, program = rank.mesh, rank.stage, rank.stage.program
+    mesh, program = rank.mesh, rank.stage.program
     data, tensor, pipeline = mesh.coords(rank.rank)
     batches = f"; {program.microbatches} micro-batches" if program.microbatches > 1 else ""
+    place = f"rank {rank.rank} = data {data}, tensor {tensor}, pipeline stage {pipeline} of {mesh.pipeline}"
     lines = [
-        f'"""{rank.title} on mesh {mesh}: rank {rank.rank} = data {data}, tensor {tensor}, pipeline stage {pipeline} of {mesh.pipeline}{batches}."""',
+        f'"""{rank.title} on mesh {mesh}: {place}{batches}."""',
         "",
         "import torch",
         "import torch.nn.functional as F",
@@ -234,7 +240,7 @@ def _line(node: fx.Node, comments: bool) -> str:
             return text
         note = format_layout(layouts[0])
         strategy = node.meta.get("strategy")
-        if strategy is not None and any(h == str(node.target).split(".")[1] if "." in str(node.target) else False for h in HEAVY):
+        if strategy is not None and op_kind(node) in HEAVY:
             cuts = [f"{c.name[6:]} over {axis}" for axis, c in zip(SHARDED_AXES, strategy.choices) if c.name.startswith("shard")]
             if cuts:
                 note += f" {', '.join(cuts)}"

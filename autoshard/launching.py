@@ -78,7 +78,9 @@ def interface(captured: Captured, program: Program, training: bool | None) -> In
     return Interface(captured.in_spec, ordered, captured.out_spec, leaves, training)
 
 
-def sharded_module(model: nn.Module, captured: Captured, program: Program, plan: Plan, world: World, source: Callable[[int], str]) -> Sharded:
+def sharded_module(
+    model: nn.Module, captured: Captured, program: Program, plan: Plan, world: World, source: Callable[[int], str]
+) -> Sharded:
     """This rank's module with the user's weights in it."""
     weights = _weights(model, captured)
     stage = load_source(source(world.rank), f"rank{world.rank}").Stage(world)
@@ -119,7 +121,7 @@ def _weights(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
     if on_meta:
         raise RunError(
             f"{on_meta[0]!r} and {len(on_meta) - 1} more tensors of the model are on the meta device and have no values to train",
-            hint="autoshard.plan works on meta models; to compile, give the weights first: model.to_empty(device='cpu') and initialise them",
+            hint="plan() works on meta models; to compile, give it values first: model.to_empty(device='cpu') and initialise",
         )
     return found
 

@@ -16,7 +16,9 @@ def vocab_embedding(weight, ids, axis: str, size: int, padding_idx: int = -1):
     raise NotImplementedError
 
 
-def vocab_cross_entropy(logits, labels, axis: str, size: int, weight=None, reduction: str = "sum", ignore_index: int = -100, label_smoothing: float = 0.0):
+def vocab_cross_entropy(
+    logits, labels, axis: str, size: int, weight=None, reduction: str = "sum", ignore_index: int = -100, label_smoothing: float = 0.0
+):
     """Cross-entropy whose classes are cut over ``axis``; the result is whole along it. ``size``: number of classes."""
     raise NotImplementedError
 

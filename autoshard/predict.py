@@ -216,7 +216,9 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, once, whole_sec
     plan.efficiency = plan.one_device_seconds / (mesh.size * plan.step_seconds) if plan.step_seconds else 0.0
 
 
-def describe(captured, program: Program, title: str, mesh: Mesh, cluster: Cluster, limit: float, m: int, strategies, stages, solver) -> Plan:
+def describe(
+    captured, program: Program, title: str, mesh: Mesh, cluster: Cluster, limit: float, m: int, strategies, stages, solver
+) -> Plan:
     """A plan with its decisions and what is known of the model; ``program`` is the canonical one of the whole batch."""
     shapes = [(i.shape, i.batch_dim) for i in program.inputs.values() if i.batch_dim is not None]
     samples = shapes[0][0][shapes[0][1]] if shapes else 0
@@ -256,7 +258,8 @@ def check_memory(plan: Plan) -> None:
         category, most = max(worst.memory.items(), key=lambda kv: kv[1])
         gib = 2.0**30
         raise InfeasibleError(
-            f"the plan does not fit: a rank of stage {worst.index} needs {need / gib:.3g} GiB, the limit is {plan.memory_limit / gib:.3g} GiB, "
-            f"{(need - plan.memory_limit) / gib:.3g} GiB too much; {category} are the largest part, {most / gib:.3g} GiB",
+            f"the plan does not fit: a rank of stage {worst.index} needs {need / gib:.3g} GiB, "
+            f"the limit is {plan.memory_limit / gib:.3g} GiB, {(need - plan.memory_limit) / gib:.3g} GiB too much; "
+            f"{category} are the largest part, {most / gib:.3g} GiB",
             hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
         )

@@ -121,6 +121,12 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def op_kind(node: fx.Node) -> str:
+    """The op's plain name, without namespace and overload: "aten.slice.Tensor" -> "slice"."""
+    parts = str(node.target).split(".")
+    return parts[1].lstrip("_") if len(parts) > 1 else parts[0]
+
+
 def result_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The value that an operand names: (producing node, result index). getitem nodes are only names."""
     if is_getitem(node):

@@ -15,6 +15,7 @@ from autoshard import compiler
 from autoshard.capture import capture
 from autoshard.checking.compare import tolerance_of
 from autoshard.checking.local import Local
+from autoshard.checking.precise import precise
 from autoshard.checking.report import Report
 from autoshard.checking.separate import Separate
 from autoshard.checking.trial import Build, Trial
@@ -54,7 +55,8 @@ def verify(
         model_fn: takes nothing and returns a model, or ``(model, example_inputs)``; or a model; or the text of a target, ``"file.py:fn"``.
         mesh: (data, tensor, pipeline).
         example_inputs: the global batch, or a function that returns one, called anew for every step.
-        dtype: what to turn the model and floating point inputs into; None leaves them.
+        dtype: what to turn the model and floating point inputs into; None leaves them. In float64 the model's own casts to float32 are
+            taken as float64 too, so that nothing is compared in float32.
         seed: random numbers start from it when the model is made, and from ``seed + step`` before each step.
         loss_fn, batch_dims: as for ``compile``.
         plan: the plan to run; by default one is made.
@@ -103,7 +105,7 @@ class Reference:
             model, example_inputs = _make(model_fn, example_inputs)
             batches = tuple(example_inputs() if callable(example_inputs) else example_inputs for _ in range(steps))
         if dtype is not None:
-            model = model.to(dtype)
+            model = precise(model.to(dtype)) if dtype == torch.float64 else model.to(dtype)
             batches = tuple(pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in batches)
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.trial = Trial(model, batches, loss_fn, seed, tolerance_of(self.dtype))

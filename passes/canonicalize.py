@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.passes.bags_to_rows import bags_to_rows
 from autoshard.passes.constant_masks import drop_constant_masks
 from autoshard.passes.dead_code import drop_dead_code
 from autoshard.passes.drop_noops import drop_noops
@@ -15,6 +16,7 @@ from autoshard.program import Program
 
 STEPS = (
     whole_ops,
+    bags_to_rows,
     split_to_slices,
     drop_noops,
     writes_to_cat,

@@ -54,6 +54,14 @@ def replace(node: fx.Node, value: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def only_first_result(node: fx.Node) -> bool:
+    """Whether nothing reads the other results of an op with several; getitems that nobody reads are erased."""
+    for user in list(node.users):
+        if not user.users:
+            node.graph.erase_node(user)
+    return all(user.args[1] == 0 for user in node.users)
+
+
 def schema(node: fx.Node):
     """The schema's arguments of an ATen op; empty for anything else (getitem)."""
     return node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()

@@ -59,7 +59,8 @@ def _converted(program: Program) -> None:
             have = producer.meta["layouts"][index]
             if not _same(have, demand, bool(x.meta.get("grad"))):
                 raise PlanError(
-                    f"operand {i} of {node.target} lies as {format_layout(have)}, but {format_layout(demand)} is demanded", where=where(node)
+                    f"operand {i} of {node.target} lies as {format_layout(have)}, but {format_layout(demand)} is demanded",
+                    where=where(node),
                 )
 
 

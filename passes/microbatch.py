@@ -188,7 +188,7 @@ class _Cut:
             self.time[node, i] = R if p == R_STAR and not node.meta.get("grad") else p
 
     def _reachable(self, operand: fx.Node, wanted: Placement) -> bool:
-        """A value of weights alone that is the same for all micro-batches can be computed for one of them: positions expanded to the batch."""
+        """Whether a value of weights alone, the same for all micro-batches, can be computed for one: positions expanded to the batch."""
         if operand.op != "call_function" or is_getitem(operand) or self._now(operand) != R_STAR or not wanted.is_shard:
             return False
         return self._rederive(operand, wanted) is not None

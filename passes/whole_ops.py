@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.passes.edit import arguments, replace
+from autoshard.passes.edit import arguments, only_first_result, replace
 from autoshard.program import Program
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ def whole_ops(program: Program) -> Program:
     """
     for node in program.ops:
         whole = WHOLE.get(node.target)
-        if whole is None or any(user.args[1] != 0 for user in node.users):
+        if whole is None or not only_first_result(node):
             continue
         node.target, node.args = whole(arguments(node))
         node.kwargs = {}

@@ -21,7 +21,8 @@ from .reduce import reduce
 
 __all__ = ["Evaluation", "Infeasible", "Op", "ShardingProblem", "ShardingSolution", "SolverError", "Use", "Value", "evaluate", "solve"]
 
-AGREEMENT = 1e-6  # relative difference allowed between the solver's price and evaluate's (absolute below 1, as scaled)
+AGREEMENT = 1e-6  # relative difference allowed between the solver's price and evaluate's
+ATTEMPTS = 3
 FINE = 10.0  # an objective this large, as scaled, is well above HiGHS's tolerances of 1e-7 to 1e-6
 
 
@@ -49,26 +50,26 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
             f"{program.integers} strategies, {program.columns - program.integers} flow variables, {program.rows} rows"
         )
     scale = net.scale()
-    while True:
+    for _ in range(ATTEMPTS):
         answer = run(program, scale, time_limit, progress)
         if answer is None:
             raise _explain(problem)
         choices = net.recover(answer.chosen)
-        price = evaluate(problem, choices)
-        if price.violations or not answer.optimal or price.objective == 0.0 or price.objective * scale >= FINE:
+        price, claimed = evaluate(problem, choices), answer.price + net.offset
+        over = price.objective - claimed  # an unfinished answer may hold flows that its own x make cheaper, a finished one may not
+        agrees = (abs(over) if answer.optimal else over) <= AGREEMENT * max(claimed, price.objective)
+        if price.violations or price.objective == 0.0 or agrees and (price.objective * scale >= FINE or not answer.optimal):
             break
         # Far cheaper than ``scale`` supposed, so lost in the solver's tolerances: again, without all that costs more than this answer.
         net.forget(price.objective)
         reduce(net)
         program, scale = FlowProgram(net), 1e4 / price.objective
-    claimed, bound = answer.price + net.offset, answer.bound + net.offset
-    over = price.objective - claimed  # an unfinished answer may hold flows that its own x make cheaper, a finished one may not
-    if price.violations or (abs(over) if answer.optimal else over) > AGREEMENT * max(claimed, price.objective, 1.0 / scale):
+    if price.violations or not (agrees or price.objective == 0.0):
         raise SolverError(f"the solver claims {claimed!r} s, evaluate says {price.objective!r} s {price.violations}")
     return ShardingSolution(
         choices=choices,
         objective=price.objective,
-        bound=min(max(bound, 0.0), price.objective),
+        bound=min(max(answer.bound + net.offset, 0.0), price.objective),  # nothing has a negative price
         seconds=time.perf_counter() - start,
         build_seconds=built - start,
         status="optimal" if answer.optimal else "time limit",

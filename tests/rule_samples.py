@@ -300,7 +300,7 @@ SAMPLES = {
         "gru.input": [
             (f(4, 5, 3), f(2, 5, 6), [f(18, 3), f(18, 6), f(18), f(18), f(18, 3), f(18, 6), f(18), f(18)], True, 1, 0.0, True, True, False),
             (f(5, 4, 3), f(1, 5, 6), [f(18, 3), f(18, 6)], False, 1, 0.0, False, False, True),
-            (f(5, 4, 3), f(2, 5, 6), [f(18, 3), f(18, 6), f(18, 6), f(18, 6)], False, 2, 0.5, True, False, True),
+            (f(5, 4, 3), f(2, 5, 6), [f(18, 3), f(18, 6), f(18, 6), f(18, 6)], False, 2, 0.5, False, False, True),
         ],
         "rnn_tanh.input rnn_relu.input": [(f(4, 5, 3), f(1, 5, 6), [f(6, 3), f(6, 6), f(6), f(6)], True, 1, 0.0, True, False, False)],
         "lstm.data": [
@@ -309,7 +309,7 @@ SAMPLES = {
         "gru.data": [(f(9, 3), torch.tensor([5, 4]), f(1, 5, 6), [f(18, 3), f(18, 6)], False, 1, 0.0, True, False)],
         "rnn_tanh.data rnn_relu.data": [(f(9, 3), torch.tensor([5, 4]), f(1, 5, 6), [f(6, 3), f(6, 6)], False, 1, 0.0, True, False)],
         "lstm_cell": [(f(5, 3), [f(5, 6), f(5, 6)], f(24, 3), f(24, 6), f(24), f(24)), (f(5, 3), [f(5, 6), f(5, 6)], f(24, 3), f(24, 6))],
-        "gru_cell": [(f(5, 3), f(5, 6), f(18, 3), f(18, 6), f(18), f(18)), (f(3), f(6), f(18, 3), f(18, 6))],
+        "gru_cell": [(f(5, 3), f(5, 6), f(18, 3), f(18, 6), f(18), f(18)), (f(5, 3), f(5, 6), f(18, 3), f(18, 6))],
         "rnn_tanh_cell rnn_relu_cell": [(f(5, 3), f(5, 6), f(6, 3), f(6, 6), f(6), f(6))],
     }),
     # convolutions

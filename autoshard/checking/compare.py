@@ -123,7 +123,8 @@ def compare_gradients(step: int, got: dict, want: dict, tolerance: float) -> lis
         if not row.ok and row.error < torch.inf or reference is not None and gradient is not None and largest(reference) == 0.0:
             eps = torch.finfo(reference.dtype).eps
             if largest(reference) <= eps * largest_of_all:
-                apart = difference(gradient, reference).max().item() / largest_of_all if largest_of_all else torch.inf
+                apart = difference(gradient, reference).max().item()
+                apart = apart and (apart / largest_of_all if largest_of_all else torch.inf)
                 row = Row("gradient", name, step, 0, apart, eps, "all rounding: relative to the model's largest gradient")
         rows.append(row)
     return rows

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard.cluster import Cluster, Device
 from autoshard.placement import Layout, R, local_shape
-from autoshard.program import is_getitem, operands, result_of, tensors
+from autoshard.program import is_getitem, op_kind, operands, result_of, tensors
 from autoshard.rules.notation import OpRule, Strategy
 
 ALIASES = frozenset("reshape view permute transpose t numpy_T unsqueeze squeeze alias detach".split())
@@ -78,12 +78,6 @@ def optimizer_seconds(elements: float, device: Device, itemsize: int = 4) -> flo
 def dtype_name(dtype) -> str:
     """The name by which ``Device.peak`` knows a torch dtype; fp32 for all that it does not list."""
     return {"torch.float64": "fp64", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")
-
-
-def op_kind(node: fx.Node) -> str:
-    """The op's plain name, without namespace and overload: "aten.slice.Tensor" -> "slice"."""
-    parts = str(node.target).split(".")
-    return parts[1].lstrip("_") if len(parts) > 1 else parts[0]
 
 
 @cache

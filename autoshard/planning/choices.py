@@ -15,7 +15,8 @@ def batch_of(program: Program) -> int | None:
 def microbatch_candidates(program: Program, mesh: Mesh, asked: int | None) -> list[int]:
     """The user's number, or 1 without a pipeline, or divisors of the batch near 2, 4 and 8 times the stages, most promising first.
 
-    With a pipeline every micro-batch should still give each data rank a sample; where no divisor does, fewer samples will do.
+    With a pipeline every micro-batch should still give each data rank a sample; where no divisor does, fewer samples will do. Last comes
+    1, for models whose batch can't be cut.
     """
     if asked is not None:
         if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
@@ -31,4 +32,4 @@ def microbatch_candidates(program: Program, mesh: Mesh, asked: int | None) -> li
         nearest = min(roomy, key=lambda m: (abs(m - want), -m))
         if nearest not in found:
             found.append(nearest)
-    return found
+    return [m for m in found if m > 1] + [1]

@@ -1,7 +1,7 @@
 """From annotated nodes and costs to the solver's plain numbers, identical layers folded into one; and back.
 
-Time is weighted as it counts in a step: p stages and m micro-batches of balanced work take (m + p - 1) / p times the work of one micro-batch
-over the whole model; what is done once a step (the gradient sum of weights) counts 1 / p of it.
+Time is weighted as it counts in a step: p stages and m micro-batches of balanced work take (m + p - 1) / p times the work of one
+micro-batch over the whole model; what is done once a step (the gradient sum of weights) counts 1 / p of it.
 """
 
 from __future__ import annotations

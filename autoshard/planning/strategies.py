@@ -84,8 +84,8 @@ def annotate(
 def _split_heavy(annotated: dict[fx.Node, Annotated], exempt: float = 0.02) -> None:
     """A mesh is a demand: ops that hold 98 % of the matmul FLOPs are divided by every axis that can divide them.
 
-    A model large enough for its mesh is planned so anyway. A small one would be cheapest replicated, with nothing gained by the mesh that was
-    asked for.
+    A model large enough for its mesh is planned so anyway. A small one would be cheapest replicated, with nothing gained by the mesh
+    that was asked for.
     """
     heavy = sorted((item for item in annotated.values() if item.rule and item.rule.flops), key=lambda item: item.rule.flops)
     left = exempt * sum(item.rule.flops for item in heavy)
@@ -144,7 +144,7 @@ def _factor_blocks(rule: OpRule, spec, key: Key, blocks):
 
 
 def _block_candidates(rules: dict[fx.Node, OpRule], sizes) -> dict[tuple, set[int]]:
-    """Block counts by (node, result, dim): seeded by the groups of views, splits and joins, then spread through the ops that share the dim."""
+    """Block counts by (node, result, dim): seeded by groups in views, splits and joins, then spread through ops that share the dim."""
     cuts = [k for k in sizes if k > 1]
     blocks: dict[tuple, set[int]] = defaultdict(set)
     sides = {}

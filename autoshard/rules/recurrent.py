@@ -36,12 +36,11 @@ def layers(node: fx.Node) -> OpRule:
 
 def cell(node: fx.Node) -> OpRule:
     """lstm_cell, gru_cell, rnn cells: ``b i^, b h^, (weights) -> b h^``."""
-    x, batch = shape(node, "input"), "b " if len(shape(node, "input")) == 2 else ""
     states = argument(node, "hx")
-    states = [f"{batch}h{i}^" for i in range(len(states))] if isinstance(states, (list, tuple)) else [f"{batch}h0^"]
+    states = [f"b h{i}^" for i in range(len(states))] if isinstance(states, (list, tuple)) else ["b h0^"]
     weights = [shape_of(w) for w in operands(node)[1 + len(states) :]]
-    texts = [f"{batch}i^", *states, *(" ".join(f"w{i}x{d}^" for d in range(len(w))) for i, w in enumerate(weights))]
-    flops = 2.0 * prod(x[:-1]) * sum(prod(w) for w in weights if len(w) == 2)
+    texts = ["b i^", *states, *(" ".join(f"w{i}x{d}^" for d in range(len(w))) for i, w in enumerate(weights))]
+    flops = 2.0 * shape(node, "input")[0] * sum(prod(w) for w in weights if len(w) == 2)
     saved = tuple(range(len(texts)))
     return bind_node(node, f"{', '.join(texts)} -> {', '.join(states)}", saved=saved, flops=flops)
 
