@@ -47,7 +47,8 @@ def verify(arguments: Namespace, options: dict) -> int:
     options = _with_plan(options)
     dtype = {"fp32": torch.float32, "fp64": torch.float64}[arguments.dtype]
     with _progress("running on a mesh of this machine and on one device"):
-        report = verifier.verify(arguments.target, steps=arguments.steps, dtype=dtype, seed=arguments.seed, backend=arguments.backend, **options)
+        options |= {"steps": arguments.steps, "dtype": dtype, "seed": arguments.seed, "backend": arguments.backend}
+        report = verifier.verify(arguments.target, **options)
     if arguments.format == "json":
         _print_json(report.to_json())
     else:
@@ -64,14 +65,14 @@ def emit(arguments: Namespace, options: dict) -> int:
     with _progress("writing the program of each rank"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            compiler.emit_folder(model, plan.mesh, inputs, plan, folder)
+            files = [str(path) for path in compiler.emit_folder(model, plan.mesh, inputs, plan, folder)]
         except OSError as error:
             raise AutoshardError(f"can't write to {str(folder)!r}: {error.strerror}", hint="choose another --output") from None
-    files = [str(folder / name) for name in ("plan.json", *(f"rank{rank}.py" for rank in range(plan.mesh.size)))]
     if arguments.format == "json":
         _print_json({"folder": str(folder), "files": files})
     else:
         print("\n".join(files))
+        print(f"run it: torchrun --nproc-per-node {plan.mesh.size} -m autoshard.runtime.launch {folder}")
     return DONE
 
 

@@ -21,7 +21,7 @@ from autoshard.passes.cut_stages import Stage, pure_nodes
 from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import Decision, apply, decide, record, restore
+from autoshard.planning.planner import CHEAPEST, Decision, apply, decide, record, restore
 from autoshard.predict import check_memory, describe, fingerprint, predict
 from autoshard.program import Program
 from autoshard.runtime.sharded import Sharded
@@ -114,7 +114,7 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
         if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
             break
         try:
-            found, converted = _plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}))
+            found, converted = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}))
         except PlanError as error:
             if microbatches is not None or mesh.pipeline == 1:
                 raise
@@ -130,10 +130,11 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
     return best[1], best[2]
 
 
-def _plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins) -> tuple[Plan, Program]:
+def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST) -> tuple[Plan, Program]:
+    """The plan for ``m`` micro-batches, and the program with its conversions. ``program`` is the canonical one; ``limit`` bytes a rank."""
     start_time = time.perf_counter()
     cut: Microbatched = passes.run("microbatch", program, m)
-    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins)
+    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers)
     decision.solver["trace_seconds"] = captured.seconds
     strategies, stages = record(decision)
     plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
@@ -228,8 +229,12 @@ def sources(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, loss_f
     return {rank: source(captured, rewritten, plan, rank) for rank in range(mesh.size)}
 
 
-def emit_folder(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, folder: str | Path, loss_fn=None, batch_dims=None) -> None:
+def emit_folder(
+    model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, folder: str | Path, loss_fn=None, batch_dims=None
+) -> list[Path]:
     """Write what trains without the planner: the module of every rank, the plan, and weights and batch where they have values.
+
+    Returns the files.
 
     ``torchrun --nproc-per-node N -m autoshard.runtime.launch FOLDER`` runs it.
     """
@@ -237,4 +242,4 @@ def emit_folder(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, fo
     captured = capture(model, example_inputs, loss_fn, batch_dims)
     program = passes.run("canonicalize", captured.program)
     rewritten = rewrite(program, plan, mesh)
-    write_folder(folder, model, captured, program, plan, example_inputs, lambda rank: source(captured, rewritten, plan, rank))
+    return write_folder(folder, model, captured, program, plan, example_inputs, lambda rank: source(captured, rewritten, plan, rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from autoshard import ops
@@ -14,6 +15,7 @@ from autoshard.placement import R, format_layout
 from autoshard.printer import conversion_comment, expression, literal
 from autoshard.program import Param, Program, op_kind, result_of
 
+aten = torch.ops.aten
 WIDTH = 140
 HEAVY = {
     *("linear", "addmm", "mm", "bmm", "matmul", "convolution", "conv2d"),
@@ -230,6 +232,8 @@ def _body(program: Program, only: set[fx.Node] | None, comments: bool) -> list[s
 
 def _line(node: fx.Node, comments: bool) -> str:
     text = f"        {node.name} = {expression(node)}"
+    if "cut_along" in node.meta and node.target is not aten.dropout.default:
+        text = f"        with self.random({literal(node.meta['cut_along'])}):\n    {text}"
     if not comments:
         return text
     if node.target is ops.convert:

@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError
-from autoshard.program import Param, tensors
+from autoshard.program import Param, has_grad, tensors
 from autoshard.tracing import quiet
 
 aten = torch.ops.aten
@@ -246,11 +246,7 @@ def annotate(graph: fx.Graph, read: dict[Param, fx.Node]) -> None:
         if node.op == "placeholder":
             node.meta["grad"] = node in trainable
         elif node.op == "call_function":
-            node.meta["grad"] = (
-                node.target is not aten.detach.default
-                and any(operand.meta["grad"] for operand in node.all_input_nodes)
-                and any(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
-            )
+            node.meta["grad"] = has_grad(node)
 
 
 def module_path(node: fx.Node) -> str:

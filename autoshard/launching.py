@@ -90,7 +90,7 @@ def sharded_module(
     return sharded
 
 
-def write_folder(folder: str | Path, model: nn.Module, captured: Captured, program: Program, plan: Plan, batch: Any, source) -> None:
+def write_folder(folder: str | Path, model: nn.Module, captured: Captured, program: Program, plan: Plan, batch: Any, source) -> list[Path]:
     """See ``compiler.emit_folder``."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,6 +105,7 @@ def write_folder(folder: str | Path, model: nn.Module, captured: Captured, progr
     if any(t.device.type == "meta" for t in values.values()):
         values = None
     launch.write(folder, face, weights, values)
+    return sorted(path for path in folder.iterdir() if path.is_file())
 
 
 def _tensors(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:

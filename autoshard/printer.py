@@ -140,13 +140,6 @@ def _scaled_sum(x, dims, keepdim, count):
     return f"{total} / {count}"
 
 
-def _random(name: str):
-    def write(x, p=0.5, train=True):
-        return f"rt.{name}({literal(x)}, {literal(p)}, self.generator({literal(x.meta.get('cut_along', ()))}))"
-
-    return write
-
-
 PRINT = {
     aten.reshape.default: _sizes_method("reshape"),
     aten.expand.default: _sizes_method("expand"),
@@ -226,7 +219,6 @@ PRINT = {
     aten.full.default: _call("torch.full"),
     aten.zeros.default: _call("torch.zeros"),
     aten.ones.default: _call("torch.ones"),
-    aten.dropout.default: _random("dropout"),
     ops.convert: _convert,
     ops.vocab_embedding: _local_op("vocab_embedding"),
     ops.vocab_cross_entropy: _local_op("vocab_cross_entropy"),
@@ -242,6 +234,8 @@ def expression(node: fx.Node) -> str:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
     if node.target in _FACTORIES or "device" in node.kwargs or (not node.all_input_nodes and _takes_device(node.target)):
         kwargs["device"] = torch.device("cpu")
+    if node.target is aten.dropout.default:
+        return f"rt.dropout({literal(node.args[0])}, {literal(node.args[1])}, self.generator({literal(node.meta['cut_along'])}))"
     write = PRINT.get(node.target)
     text = write(*node.args, **kwargs) if write else None
     if text is None:

@@ -8,6 +8,7 @@ Facts live in ``node.meta``:
     layouts   tuple of Layout, one per tensor result
     stage     pipeline stage
     module    module path, "transformer.h.0.attn"
+    cut_along axes over which the random numbers of an op that draws them are cut, after LOCAL
     source    the user's own line, "modeling_gpt2.py:187: query_states, ... = self.c_attn(...)"
 """
 
@@ -95,6 +96,14 @@ def tensors(val) -> tuple:
     return tuple(v for v in val if isinstance(v, torch.Tensor)) if isinstance(val, (tuple, list)) else ()
 
 
+def has_grad(node: fx.Node) -> bool:
+    """Whether a gradient flows through the result of an op: from a floating operand that has one, unless it is cut."""
+    name = getattr(node.target, "__name__", "").partition(".")[0]
+    if name == "detach" or name.endswith("_like") or name.startswith("new_") or not any(n.meta.get("grad") for n in node.all_input_nodes):
+        return False  # torch.zeros_like(x) has nothing of x but its shape
+    return any(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
+
+
 def is_getitem(node: fx.Node) -> bool:
     import operator
 
@@ -133,6 +142,15 @@ def result_of(node: fx.Node) -> tuple[fx.Node, int]:
         producer, index = node.args
         return producer, index
     return node, 0
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the op draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))
+    return True
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:

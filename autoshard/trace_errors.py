@@ -48,6 +48,12 @@ def explain(model: nn.Module, error: Exception) -> CaptureError:
             where=where,
             hint="the graph must be the same for all data: use torch.where or a mask, not if, int(), .item() or a loop over data",
         )
+    if "fake tensor in the exported program constant" in text:
+        return CaptureError(
+            f"{name} takes .data of a tensor in forward, or makes a tensor in some other way that can't be traced",
+            where=where,
+            hint="write x.detach() for x.data; what a step changes in a parameter belongs behind optimizer.step()",
+        )
     return CaptureError(
         f"{name} can't be traced with these inputs: {first_line(chain[-1])}",
         where=where,

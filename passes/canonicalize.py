@@ -6,6 +6,7 @@ from autoshard.passes.bags_to_rows import bags_to_rows
 from autoshard.passes.constant_masks import drop_constant_masks
 from autoshard.passes.dead_code import drop_dead_code
 from autoshard.passes.drop_noops import drop_noops
+from autoshard.passes.index_to_gather import index_to_gather
 from autoshard.passes.literal_sizes import literal_sizes
 from autoshard.passes.mean_loss import mean_loss_to_sum
 from autoshard.passes.split_to_slices import split_to_slices
@@ -22,6 +23,7 @@ STEPS = (
     writes_to_cat,
     mean_loss_to_sum,
     literal_sizes,
+    index_to_gather,
     drop_noops,  # those that the new spelling uncovers
     drop_constant_masks,
     drop_dead_code,

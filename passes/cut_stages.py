@@ -21,10 +21,9 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from autoshard.program import Program, is_getitem
+from autoshard.program import Program, draws, is_getitem
 
 
 @dataclass
@@ -50,7 +49,7 @@ def pure_nodes(program: Program) -> set[fx.Node]:
             param = program.params.get(node.name)
             if param is None or not param.requires_grad and param.kind != "parameter":
                 pure.add(node)
-        elif all(x in pure for x in node.all_input_nodes) and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        elif all(x in pure for x in node.all_input_nodes) and not draws(node):
             pure.add(node)
     return pure
 

@@ -9,9 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.program import tensors
-
-aten = torch.ops.aten
+from autoshard.program import has_grad, tensors
 
 
 def new_op(graph: fx.Graph, target: Callable, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
@@ -39,13 +37,6 @@ def fake_mode(graph: fx.Graph):
         for val in tensors(node.meta.get("val")):
             return getattr(val, "fake_mode", None)
     return None
-
-
-def has_grad(node: fx.Node) -> bool:
-    """Whether a gradient flows through the result: from a floating operand that has one, unless it is cut."""
-    if node.target is aten.detach.default or not any(n.meta.get("grad") for n in node.all_input_nodes):
-        return False
-    return any(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
 
 
 def replace(node: fx.Node, value: fx.Node) -> None:

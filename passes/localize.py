@@ -26,7 +26,7 @@ from autoshard.errors import PlanError
 from autoshard.mesh import SHARDED_AXES
 from autoshard.passes.edit import arguments, written
 from autoshard.placement import Layout, R, local_shape, step_arguments
-from autoshard.program import Program, is_getitem, operands, shape_of, tensors, where
+from autoshard.program import Program, draws, is_getitem, operands, shape_of, tensors, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice
 
@@ -197,6 +197,8 @@ def localize(program: Program, coords: tuple[int, ...]) -> Program:
         else:
             new = _local_node(graph, node, built, sizes, coords)
         new.meta = copy.copy(node.meta)
+        if draws(node):
+            new.meta["cut_along"] = tuple(axis for axis, p in zip(SHARDED_AXES, node.meta["layouts"][0]) if p.is_shard)
         if "val" in node.meta and not is_getitem(node):
             layouts = node.meta.get("layouts") or ((R, R),)
             vals = [_local_val(v, layout, sizes, coords) for v, layout in zip(tensors(node.meta["val"]), layouts)]

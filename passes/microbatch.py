@@ -30,7 +30,7 @@ from autoshard import ops
 from autoshard.errors import PlanError
 from autoshard.passes.localize import local_call
 from autoshard.placement import R_STAR, P, Placement, R, S, local_shape
-from autoshard.program import Program, is_getitem, operands, result_of, tensors, where
+from autoshard.program import Program, draws, is_getitem, operands, result_of, tensors, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, choices
 
@@ -158,7 +158,7 @@ class _Cut:
         inputs = operands(node)
         rule = self.rules[node] = rule_for(node)
         now = [self._now(x) for x in inputs]
-        pure = all(result_of(x)[0] in self.pure for x in inputs) and not node.meta.get("grad") and not _random(node)
+        pure = all(result_of(x)[0] in self.pure for x in inputs) and not node.meta.get("grad") and not draws(node)
         if pure:
             self.pure.add(node)
         options = choices(rule, self.m, _blocks(rule, now))
@@ -242,8 +242,9 @@ class _Cut:
             return self.built[key]
         if now == wanted:
             if is_getitem(operand):
-                new = self.graph.call_function(operand.target, (self._op(producer), index))
-                self._finish(new, operand, operand.meta["val"], now)
+                whole = self._op(producer)
+                new = self.graph.call_function(operand.target, (whole, index))
+                self._finish(new, operand, whole.meta["val"][index], now)
             else:
                 new = self._op(producer)
         elif self._free(operand, now, wanted):
@@ -321,10 +322,6 @@ def _ancestors(leaves: list[fx.Node], program: Program) -> list[fx.Node]:
             needed.add(node)
             todo.extend(node.all_input_nodes)
     return [n for n in program.graph.nodes if n in needed and n.op == "call_function" and not is_getitem(n)]
-
-
-def _random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _blocks(rule: OpRule, placements, result: bool = False) -> dict[str, tuple[int, ...]]:

@@ -142,23 +142,23 @@ class _Chain:
         n, p, m = len(problem.items), problem.stages, problem.microbatches
         self.at = np.array([0, *(i for i in range(1, n) if problem.boundaries[i - 1].legal), n])
         cut = np.array([0.0, *(b.seconds for b in problem.boundaries), 0.0])[self.at]
+        forward = self.at[None, :] > self.at[:, None]
 
         def between(field: str) -> np.ndarray:
             total = np.concatenate([[0.0], np.cumsum([getattr(item, field) for item in problem.items])])[self.at]
             return total[None, :] - total[:, None]
 
-        self.forward = self.at[None, :] > self.at[:, None]
-        self.time = np.where(self.forward, between("seconds") + cut[None, :] + cut[:, None], INF)
-        self.once = np.where(self.forward, between("once"), INF)
+        self.time = np.where(forward, between("seconds") + cut[None, :] + cut[:, None], INF)
+        self.once = np.where(forward, between("once"), INF)
         self.cut = 2.0 * cut  # paid by the stages on both sides
         peak = np.zeros_like(self.time)
         for i, start in enumerate(self.at[:-1]):
             highest = np.maximum.accumulate([item.transient for item in problem.items[start:]])
             peak[i, i + 1 :] = highest[self.at[i + 1 :] - start - 1]
         resident, activation = between("resident"), between("activation")
-        self.memory = [np.where(self.forward, resident + min(m, p - s) * activation + peak, INF) for s in range(p)]
-        limit = INF if problem.limit is None else problem.limit * (1 + _SLACK)
-        self.fits = [self.forward & (memory <= limit) for memory in self.memory]
+        self.memory = [np.where(forward, resident + min(m, p - s) * activation + peak, INF) for s in range(p)]
+        limit = INF if problem.limit is None else problem.limit * (1 + _SLACK / 2)
+        self.fits = [forward & (memory <= limit) for memory in self.memory]
         self.rest_cuts = self._rest([np.where(fits, self.cut[None, :], INF) for fits in self.fits], np.add)
         self.rest_time = self._rest([np.where(fits, self.time, INF) for fits in self.fits], np.maximum)
         self.rest_once = self._rest([np.where(fits, self.once, INF) for fits in self.fits], np.maximum)

@@ -236,6 +236,65 @@ def test_ops_are_whole_though_others_work_in_place():
     assert "dropout = dropout(mul, 0.5, True)" in canonical(f, x=X)
 
 
+def test_an_index_that_goes_along_with_the_samples_is_a_gather():
+    def f(w, x, i):
+        y = (x @ w).reshape(8, 2, 2)
+        return y[torch.arange(8), i] + y[torch.arange(8)[:, None], i[:, None].expand(8, 3).to(torch.int32)].sum(1)
+
+    assert canonical(f, x=X, i=torch.tensor([0, 1, -1, 1, 0, 0, -2, 1])) == golden("""
+        matmul = matmul(x, weight)  # [8, 4]
+        reshape = reshape(matmul, [8, 2, 2])  # [8, 2, 2]
+        lt = lt.Scalar(i, 0)  # [8]
+        add = add.Tensor(i, 2)  # [8]
+        where = where.self(lt, add, i)  # [8]
+        reshape_1 = reshape(where, [8, 1, 1])  # [8, 1, 1]
+        expand = expand(reshape_1, [8, 1, 2])  # [8, 1, 2]
+        gather = gather(reshape, 1, expand)  # [8, 1, 2]
+        reshape_2 = reshape(gather, [8, 2])  # [8, 2]
+        unsqueeze = unsqueeze(i, 1)  # [8, 1]
+        expand_1 = expand(unsqueeze, [8, 3])  # [8, 3]
+        to = to.dtype(expand_1, int32)  # [8, 3]
+        lt_1 = lt.Scalar(to, 0)  # [8, 3]
+        add_1 = add.Tensor(to, 2)  # [8, 3]
+        where_1 = where.self(lt_1, add_1, to)  # [8, 3]
+        to_1 = to.dtype(where_1, int64)  # [8, 3]
+        reshape_3 = reshape(to_1, [8, 3, 1])  # [8, 3, 1]
+        expand_2 = expand(reshape_3, [8, 3, 2])  # [8, 3, 2]
+        gather_1 = gather(reshape, 1, expand_2)  # [8, 3, 2]
+        sum_1 = sum.dim_IntList(gather_1, [1])  # [8, 2]
+        add_2 = add.Tensor(reshape_2, sum_1)  # [8, 2]
+    """)
+    assert "index(" in canonical(lambda w, x, i: (x @ w)[torch.arange(7), i], no_batch=("i",), x=X, i=torch.zeros(7).long())
+
+
+BAGS = torch.tensor([[0, 3, 1], [1, 1, 2], [3, 0, 2], [2, 2, 2], [1, 0, 3], [0, 0, 1], [2, 3, 3], [1, 2, 0]])
+
+
+def test_bags_of_one_length_are_rows_and_a_sum():
+    assert canonical(lambda w, ids: F.embedding_bag(ids, w, mode="sum"), ids=BAGS) == golden("""
+        reshape = reshape(ids, [24])  # [24]
+        embedding = embedding(weight, reshape)  # [24, 4]
+        reshape_1 = reshape(embedding, [8, 3, 4])  # [8, 3, 4]
+        sum_1 = sum.dim_IntList(reshape_1, [1])  # [8, 4]
+    """)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("more", [{}, {"padding_idx": 2}, {"include_last_offset": True}], ids=str)
+def test_bags_of_any_length_are_added_up_by_index(mode, more):
+    offsets = torch.tensor([0, 3, 3, 4, 9, 9, 20, 24])  # two of them empty
+    weights = {"weights": torch.rand(24)} if mode == "sum" else {}
+
+    def f(w, ids, offsets, weights=None):
+        return F.embedding_bag(ids, w, offsets, mode=mode, per_sample_weights=weights, **more)
+
+    found = canonical(f, no_batch=("ids", "offsets", *weights), ids=BAGS.flatten(), offsets=offsets, **weights)
+    assert "index_add(" in found and "embedding_bag" not in found
+    if "include_last_offset" not in more:
+        found = canonical(lambda w, ids: F.embedding_bag(ids, w, mode=mode, **more), ids=BAGS)
+        assert "sum.dim_IntList(" in found and "embedding_bag" not in found
+
+
 # --- whole models ----------------------------------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,7 @@ def calls(monkeypatch):
         return lambda *args, **kwargs: seen.append((name, args, kwargs)) or result
 
     report = types.SimpleNamespace(equal=True, text=lambda: "equal", to_json=lambda: {"equal": True})
-    compiler = types.SimpleNamespace(plan=note("plan", toy_plan()), emit_folder=note("emit", None))
+    compiler = types.SimpleNamespace(plan=note("plan", toy_plan()), emit_folder=note("emit", [Path("code/plan.json"), Path("code/rank0.py")]))
     verifier = types.SimpleNamespace(verify=note("verify", report), report=report)
     for name, module in (("compiler", compiler), ("verifier", verifier)):
         monkeypatch.setitem(sys.modules, f"autoshard.{name}", module)
@@ -170,9 +170,11 @@ def test_verify_exits_1_when_unequal(calls, capsys):
 
 
 def test_emit_prints_the_paths(calls, capsys, tmp_path):
-    assert cli.main(["emit", TOY, "--mesh", "2,1", "--output", str(tmp_path / "code")]) == 0
-    names = ["plan.json", *(f"rank{rank}.py" for rank in range(8))]
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "code" / name) for name in names]
+    folder = tmp_path / "code"
+    assert cli.main(["emit", TOY, "--mesh", "2,1", "--output", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["code/plan.json", "code/rank0.py"]
+    assert lines[2].startswith("run it: torchrun --nproc-per-node ") and lines[2].endswith(str(folder))
     (tmp_path / "file").write_text("")
     assert cli.main(["emit", TOY, "--mesh", "2,1", "--output", str(tmp_path / "file")]) == 2
 

@@ -58,8 +58,7 @@ class Report:
             runs.append(f"{self.microbatches} micro-batches")
         n, s = self.mesh.size, "s" * (self.mesh.size > 1)
         where = f"{n} rank{s} in one process" if self.backend == "local" else f"{n} process{s and 'es'}"
-        where = f"mesh {self.mesh} ({self.mesh.size} process{'es' * (self.mesh.size > 1)})"
-        lines = [f"{answer}: {self.model} on {where} against one device; {', '.join(runs)}"]
+        lines = [f"{answer}: {self.model} on mesh {self.mesh} ({where}) against one device; {', '.join(runs)}"]
         if self.mismatch:
             lines += ["", "Ranks don't run the same collectives:", f"  {self.mismatch}"]
         else:

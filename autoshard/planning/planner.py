@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
@@ -16,7 +17,7 @@ from autoshard.planning.fold import fold
 from autoshard.planning.problem import build, classes_of, op_seconds
 from autoshard.planning.stages import blocks
 from autoshard.planning.strategies import Annotated, annotate
-from autoshard.program import Program, where
+from autoshard.program import Program, is_getitem, where
 from autoshard.rules.notation import Strategy
 from autoshard.solvers import cuts, sharding
 from autoshard.solvers.problem import Infeasible
@@ -31,6 +32,17 @@ class Decision:
     solver: dict = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Solvers:
+    """What answers the two problems: the cheapest answers, unless someone wants others (tests: any legal answer must compute the same)."""
+
+    shardings: Callable[..., sharding.ShardingSolution] = sharding.solve
+    cuts: Callable[..., cuts.CutSolution] = cuts.solve_cuts
+
+
+CHEAPEST = Solvers()
+
+
 def decide(
     program: Program,
     mesh: Mesh,
@@ -39,6 +51,7 @@ def decide(
     limit: float | None = None,
     pins: dict[str, dict[str, str]] | None = None,
     time_limit: float = 60.0,
+    solvers: Solvers = CHEAPEST,
 ) -> Decision:
     """The cheapest strategies for every node, then the cheapest cut into stages.
 
@@ -47,19 +60,19 @@ def decide(
     start = time.perf_counter()
     alike = fold(program).by_node(program)
     annotated = annotate(program, mesh, pins, alike)
-    chosen, notes = _shardings(program, annotated, alike, mesh, cluster, time_limit)
+    chosen, notes = _shardings(program, annotated, alike, mesh, cluster, partial(solvers.shardings, time_limit=time_limit))
     decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
     if mesh.pipeline > 1:
-        decision.stages = _cut(program, annotated, chosen, mesh, cluster, pure(program), limit, notes)
+        decision.stages = _cut(program, annotated, chosen, mesh, cluster, pure(program), limit, notes, solvers.cuts)
     notes["seconds"] = time.perf_counter() - start
     return decision
 
 
-def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mesh: Mesh, cluster: Cluster, time_limit: float):
+def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mesh: Mesh, cluster: Cluster, solve):
     classes = classes_of(program, alike)
     built = build(program, annotated, classes, mesh, cluster)
     try:
-        solution = sharding.solve(built.problem, time_limit=time_limit)
+        solution = solve(built.problem)
     except Infeasible as error:
         raise PlanError(f"no plan for mesh {mesh}: {error}", hint="loosen the pins, or choose another mesh") from error
     evaluation = sharding.evaluate(built.problem, solution.choices)
@@ -80,7 +93,7 @@ def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mes
     return chosen, notes
 
 
-def _cut(program: Program, annotated, chosen, mesh: Mesh, cluster: Cluster, pure, limit, notes) -> dict[fx.Node, int]:
+def _cut(program: Program, annotated, chosen, mesh: Mesh, cluster: Cluster, pure, limit, notes, solve) -> dict[fx.Node, int]:
     priced = {}
     for node in program.ops:
         if node in annotated:
@@ -88,7 +101,7 @@ def _cut(program: Program, annotated, chosen, mesh: Mesh, cluster: Cluster, pure
             cost = op_costs(node, item.rule, (chosen[node],), mesh.sizes, cluster)[0]
             priced[node] = (op_seconds(item, (chosen[node],), mesh, cluster)[0], cost.saved_bytes)
     found = blocks(program, pure, chosen, priced, mesh, cluster, limit)
-    solution = cuts.solve_cuts(found.problem)
+    solution = solve(found.problem)
     notes["cut"] = {"objective": solution.objective, "bound": solution.bound, "blocks": len(found.groups)}
     return found.stages(solution.first)
 
@@ -129,6 +142,9 @@ def apply(program: Program, decision: Decision) -> Program:
             strategy = by_name[node.name][0]
             node.meta["strategy"] = strategy
             node.meta["layouts"] = strategy.results
+        if is_getitem(node):  # a value like any other, once it has crossed a cut
+            producer, index = node.args
+            node.meta["layouts"] = (producer.meta["layouts"][index],)
         if node.op == "call_function":
             node.meta["stage"] = stages[node.name]
         elif node.op == "output":

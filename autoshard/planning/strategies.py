@@ -260,6 +260,8 @@ def _pin(program: Program, annotated: dict[fx.Node, Annotated], pins: dict[str, 
             if axis not in SHARDED_AXES:
                 raise PlacementError(f"pin of {name!r}: no axis {axis!r}", hint=f"values are placed along {' and '.join(SHARDED_AXES)}")
             wanted, index = parse_placement(text), SHARDED_AXES.index(axis)
+            if program.mesh.sizes[index] == 1:
+                continue  # whole and cut in one piece are the same
             item = annotated[node]
             kept = tuple(s for s in item.strategies if s.results[0][index] == wanted)
             if not kept:
@@ -290,6 +292,6 @@ def _find(program: Program, name: str) -> fx.Node:
     known += sorted({n.meta["module"] for n in program.ops if n.meta.get("module")})
     close = get_close_matches(name, known, 3)
     raise PlacementError(
-        f"pin of {name!r}: no parameter, buffer, input or module has that name",
+        f"pin of {name!r}: no parameter, buffer, input or module that the model's forward uses has that name",
         hint=f"did you mean {', '.join(close)}?" if close else "names are those of model.named_parameters() and model.named_modules()",
     )

@@ -1,4 +1,7 @@
-"""Rules of convolutions, pooling and resizing: samples, channels and groups are factors, spatial dims are fixed (their edges would need halos)."""
+"""Rules of convolutions, pooling and resizing: samples, channels and groups are factors.
+
+Spatial dims are fixed: their edges would need halos.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +138,10 @@ class StageModule(nn.Module):
     def generator(self, cut_along: tuple[str, ...]) -> torch.Generator:
         """Random numbers for a value that is cut along these axes: the same where it is replicated, others where it is cut."""
         return self.streams(*cut_along)
+
+    def random(self, cut_along: tuple[str, ...]) -> AbstractContextManager:
+        """The same for ops that can only draw from torch's default generator: within, it is that stream."""
+        return self.streams.fork(*cut_along)
 
     def prologue(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The extras of one micro-batch, computed before the first forward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autoshard
+from autoshard.capture import capture
+from autoshard.checking.local import run_ranks
+from autoshard.checking.lockstep import Lockstep
+from autoshard.compiler import Prepared
 from autoshard.errors import AutoshardError
+from autoshard.mesh import SHARDED_AXES, Mesh
 from autoshard.planning.plan import Plan
+from autoshard.runtime import Sharded
 
-BACKEND: dict[str, Any] = {}
+BACKEND = {"backend": "local"}
 """Options of ``autoshard.verify`` that say where ranks run."""
 
 
@@ -39,6 +46,7 @@ def equal(
     dtype: torch.dtype | None = torch.float64,
     loss_fn: Callable | None = None,
     batch_dims: dict | None = None,
+    force: dict[str, dict[str, str]] | None = None,
     where: dict | None = None,
     **options: Any,
 ) -> Plan:
@@ -47,11 +55,18 @@ def equal(
     Args:
         batch: the global batch, or a function that makes one for each step.
         pin, options: for ``autoshard.plan``: what makes the case bite.
+        force: what an axis does with all ops of a name, where a pin can't say it: ``{"cross_entropy_loss": {"tensor": "shard v"}}``.
         where: options of ``autoshard.verify`` in place of ``BACKEND``.
     """
     model, example = prepared(model_fn, batch, dtype)
     common = {"loss_fn": loss_fn, "batch_dims": batch_dims}
     plan = autoshard.plan(model, mesh, example, pin=pin, **common, **options)
+    for op, axes in (force or {}).items():
+        found = [choices for node, choices in plan.strategies.items() if re.fullmatch(rf"{op}(_\d+)?", node)]
+        assert found, f"no {op} among {', '.join(plan.strategies)}"
+        for choices in found:
+            for axis, choice in axes.items():
+                choices[SHARDED_AXES.index(axis)] = choice
     feed = (lambda: doubled(batch(), dtype)) if callable(batch) else example
     report = autoshard.verify(model, mesh, feed, steps=steps, plan=plan, **common, **(BACKEND if where is None else where))
     assert report.equal, report.text()
@@ -90,3 +105,24 @@ def tensor(placement: str, *names: str) -> dict[str, dict[str, str]]:
 def data(placement: str, *names: str) -> dict[str, dict[str, str]]:
     """A pin of these names along the data axis."""
     return {name: {"data": placement} for name in names}
+
+
+def on_ranks(
+    model_fn: Callable[[], nn.Module],
+    batch: Any,
+    mesh: tuple,
+    work: Callable[[Sharded, Any], Any],
+    *,
+    dtype: torch.dtype | None = torch.float64,
+    loss_fn: Callable | None = None,
+    **options: Any,
+) -> list[Any]:
+    """What ``work(sharded, batch)`` gives on every rank of a mesh; the ranks run in lockstep in this process."""
+    model, example = prepared(model_fn, batch, dtype)
+    mesh = Mesh.of(mesh)
+    plan = autoshard.plan(model, mesh, example, loss_fn=loss_fn, **options)
+    ready = Prepared.of(capture(model, example, loss_fn), plan, mesh, example)
+    lockstep = Lockstep(mesh.size)
+    results = run_ranks(lockstep, mesh, lambda world: work(ready.sharded(model, world), example), 60)
+    assert results is not None, lockstep.mismatch
+    return results

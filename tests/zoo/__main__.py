@@ -1,0 +1,67 @@
+"""``python -m tests.zoo``: every model on every mesh, compared with one device.
+
+Exit status 1 if a cell is neither equal nor an error of autoshard's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from . import ZOO
+from .cells import MESHES, Cell, run
+from .coverage import coverage
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", metavar="A,B", help="default: all of them")
+    parser.add_argument("--meshes", metavar="D,T,P/D,T,P", default="/".join(MESHES), help="default: %(default)s")
+    parser.add_argument("--backend", choices=("local", "processes"), default="local")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--coverage", action="store_true", help="instead: every op of the models, and its sharding rule")
+    parser.add_argument("--support", action="store_true", help="print the table as Markdown, for the README")
+    arguments = parser.parse_args()
+    models = arguments.models.split(",") if arguments.models else list(ZOO)
+    if unknown := sorted(set(models) - set(ZOO)):
+        parser.error(f"no model called {', '.join(unknown)}; there are {', '.join(ZOO)}")
+    meshes = arguments.meshes.split("/")
+    torch.set_num_threads(1)
+    if arguments.coverage:
+        for line in coverage(models):
+            print(line, flush=True)
+        return 0
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.support:
+        print(f"| model | {' | '.join(meshes)} |\n| --- |{' --- |' * len(meshes)}")
+    else:
+        print(f"{'':16}" + "".join(f"{mesh:24}" for mesh in meshes))
+    bad = False
+    for model in models:
+        cells = list(run(model, meshes, arguments.backend, dtype))
+        bad |= any(cell.kind == "BUG" for cell in cells)
+        if arguments.support:
+            print(f"| {model} | {' | '.join(map(status, cells))} |", flush=True)
+            continue
+        print(f"{model:16}" + "".join(f"{short(cell):24}" for cell in cells).rstrip(), flush=True)
+        for cell in cells:
+            if cell.kind != "EQ":
+                print(f"  {cell.mesh}: " + cell.text.rstrip().replace("\n", "\n    "), flush=True)
+    return int(bad)
+
+
+def short(cell: Cell) -> str:
+    return str(cell) if cell.kind == "EQ" else cell.kind
+
+
+def status(cell: Cell) -> str:
+    """A cell of the README's table."""
+    if cell.kind != "EQ":
+        return cell.text.splitlines()[0]
+    return "equal" if cell.microbatches > 1 or not cell.mesh.endswith(",2") else "equal (1 micro-batch)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
