@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from autoshard.errors import CaptureError
 from autoshard.exported import build_graph
 from autoshard.program import Input, Param, Program
 from autoshard.signature import Signature, leaf_name, read_call
-from autoshard.tracing import tracing
+from autoshard.tracing import tracing, tracing_mode
 
 
 @dataclass
@@ -82,18 +83,19 @@ def capture(
     # a cache of keys and values is no result of a training step
     extra = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
     call = read_call(model.forward, example_inputs, loss_fn is not None, extra)
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    args, kwargs, loss_only = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, device), (call.args, call.kwargs, call.loss_only))
+    mode, device = tracing_mode(model)
+    with mode or nullcontext():
+        args, kwargs, loss_only = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, device), (call.args, call.kwargs, call.loss_only))
     _refuse_input_gradients(call)
 
     root = Root(model, loss_fn, not isinstance(example_inputs, Mapping))
     root.training = model.training
-    with trace_errors.explained(model), tracing(model):
+    with trace_errors.explained(model), tracing(model, mode):
         exported = torch.export.export(root, (args, kwargs, loss_only), strict=False)
 
     params = model_params(model)
     names = _leaf_names(args, call.signature)
-    graph, read, inputs = build_graph(exported, params, names)
+    graph, read, inputs, updates = build_graph(exported, params, names)
     sizes = _batch_dims({name: tuple(node.meta["val"].shape) for name, node in inputs.items()}, batch_dims or {})
     program = Program(
         graph=graph,
@@ -102,6 +104,7 @@ def capture(
             node.name: Input(name, tuple(node.meta["val"].shape), node.meta["val"].dtype, sizes[name]) for name, node in inputs.items()
         },
         loss=None,
+        updates=updates,
     )
     out_spec = exported.call_spec.out_spec
     program.loss = find_loss(program, out_spec, loss_fn is not None)
@@ -192,7 +195,7 @@ def find_loss(program: Program, out_spec: pytree.TreeSpec, has_loss_fn: bool) ->
     The first leaf if there is a loss_fn; else the entry called ``loss``; else the whole output, or the first of a tuple, if it is a
     scalar with a gradient.
     """
-    leaves = program.leaves
+    leaves = program.results
 
     def is_loss(index: Any) -> bool:
         node = leaves[index] if isinstance(index, int) else None

@@ -142,7 +142,7 @@ def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
         lines += [f'        "{e.name}": rt.Extra("{e.src} -> {e.dst}", {literal(tuple(nodes[e.name].meta["val"].shape))}),' for e in used]
         lines.append("    }")
     lines.append("    outputs = (")
-    leaves = [(i, leaf) for i, leaf in enumerate(rank.last.leaves) if isinstance(leaf, fx.Node)]
+    leaves = [(i, leaf) for i, leaf in enumerate(rank.last.results) if isinstance(leaf, fx.Node)]
     for i, leaf in leaves:
         producer, index = result_of(leaf)
         meta = leaf.meta
@@ -152,6 +152,8 @@ def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
             parts.append("requires_grad=False")
         lines.append(f"        rt.Output({', '.join(parts)}),")
     lines.append("    )")
+    if rank.last.updates:
+        lines.append(f"    updates = {literal(rank.last.updates)}")
     if rank.last.loss is not None:
         lines.append(f"    loss = {[i for i, _ in leaves].index(rank.last.loss)}")
     return lines

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError
@@ -20,8 +20,8 @@ aten = torch.ops.aten
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
-Built = tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node]]
-"""A graph, the placeholders of the params that it reads, and those of its inputs by name."""
+Built = tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node], tuple[str, ...]]
+"""A graph, the placeholders of the params that it reads, those of its inputs by name, and the buffers that forward changes."""
 
 
 def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> Built:
@@ -32,21 +32,22 @@ def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple]
         leaf_name: name of an input from its pytree path in the traced root's arguments.
 
     Returns:
-        The graph, the placeholders of the params that it reads (constants included), and those of all tensor inputs by name.
+        The graph, the placeholders of the params that it reads (constants included), those of all tensor inputs by name, and the names of
+        the buffers that forward changes.
 
     Raises:
-        CaptureError: sizes that depend on data, mutated buffers or inputs, regions that are not supported.
+        CaptureError: sizes that depend on data, mutated parameters or inputs, regions that are not supported.
     """
     inline_regions(exported.graph_module)
     refuse_data_dependent(exported.graph)
-    refuse_batch_statistics(exported)
-    if any(is_mutating(node) for node in exported.graph.nodes):
+    refuse_instance_statistics(exported)
+    if any(is_mutating(node) or keeps_statistics(node) for node in exported.graph.nodes):
         with quiet():
             exported = exported.run_decompositions({})
         refuse_mutation(exported, leaf_name)
-    graph, read, inputs = flatten(exported, params, leaf_name)
+    graph, read, inputs, updates = flatten(exported, params, leaf_name)
     annotate(graph, read)
-    return graph, read, inputs
+    return graph, read, inputs, updates
 
 
 # --- regions -----------------------------------------------------------------------------------------------------------
@@ -124,13 +125,17 @@ def refuse_data_dependent(graph: fx.Graph) -> None:
             )
 
 
-def refuse_batch_statistics(exported) -> None:
+def keeps_statistics(node: fx.Node) -> bool:
+    """Whether a norm updates running statistics; its schema does not say so."""
+    return node.target in (aten.batch_norm.default, aten.instance_norm.default) and node.args[5] and isinstance(node.args[3], fx.Node)
+
+
+def refuse_instance_statistics(exported) -> None:
+    """torch forgets these updates when it makes a graph functional."""
     buffers = exported.graph_signature.inputs_to_buffers
     for node in exported.graph.nodes:
-        if node.target in (aten.batch_norm.default, aten.instance_norm.default) and node.args[5]:
-            buffer = next((buffers[a.name] for a in node.args[3:5] if isinstance(a, fx.Node) and a.name in buffers), None)
-            if buffer:
-                raise mutated("buffer", buffer, place(node))
+        if node.target is aten.instance_norm.default and keeps_statistics(node) and node.args[3].name in buffers:
+            raise mutated("buffer", buffers[node.args[3].name], place(node))
 
 
 def refuse_mutation(exported, leaf_name: Callable[[tuple], str]) -> None:
@@ -138,7 +143,6 @@ def refuse_mutation(exported, leaf_name: Callable[[tuple], str]) -> None:
     arguments = pytree.tree_unflatten(list(signature.user_inputs), exported.call_spec.in_spec)[0]
     names = {placeholder: leaf_name(path) for path, placeholder in pytree.tree_flatten_with_path(arguments)[0]}
     for kind, outputs in (
-        ("buffer", signature.buffers_to_mutate),
         ("parameter", getattr(signature, "parameters_to_mutate", {})),
         ("input", signature.user_inputs_to_mutate),
     ):
@@ -153,7 +157,7 @@ def mutated(kind: str, target: str, where: str) -> CaptureError:
     return CaptureError(
         f"forward changes the {kind} {name!r}" + (f" of module {module!r}" if kind != "input" and module else ""),
         where=where or None,
-        hint="state that forward updates is not supported: use eval() for this module, or a norm without running statistics"
+        hint="running statistics of an instance norm are not supported: use eval() for this module, or track_running_stats=False"
         if kind == "buffer"
         else "work on a copy: use the out-of-place form of the operation",
     )
@@ -180,6 +184,7 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
     user: list[fx.Node] = []
     reads: dict[str, list[fx.Node]] = {}
     numbers: dict[fx.Node, torch.Tensor] = {}
+    changed = set(exported.graph_signature.buffers_to_mutate.values())
     for spec in exported.graph_signature.input_specs:
         node = old[spec.arg.name]
         if spec.kind is InputKind.USER_INPUT:
@@ -187,7 +192,7 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
             continue
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             raise CaptureError(f"the model holds {spec.target!r}, which is no tensor but a {spec.kind.name.lower()}")
-        if not node.users:
+        if not node.users and spec.target not in changed:
             continue
         name = spec.target.removeprefix("model.")
         if spec.kind is InputKind.CONSTANT_TENSOR and is_number(exported.constants[spec.target]):
@@ -222,8 +227,15 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
             new.meta["module"] = module_path(node)
             new.meta["source"] = source_line(node)
     leaves = next(n for n in source.nodes if n.op == "output").args[0]
-    graph.output([mapping[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves])
-    return graph, read, inputs
+    results: list[Any] = []
+    updates: dict[str, fx.Node] = {}
+    for spec, leaf in zip(exported.graph_signature.output_specs, leaves):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            updates[by_name[spec.target.removeprefix("model.")].name] = mapping[leaf]
+        else:
+            results.append(mapping[leaf] if isinstance(leaf, fx.Node) else leaf)
+    graph.output([*results, *updates.values()])
+    return graph, read, inputs, tuple(updates)
 
 
 def is_number(constant: Any) -> bool:

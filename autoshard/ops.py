@@ -28,4 +28,9 @@ def scaled_sum(x, dims, keepdim: bool, count: int):
     raise NotImplementedError
 
 
-LOCAL_OPS = (convert, vocab_embedding, vocab_cross_entropy, scaled_sum)
+def batch_norm(x, weight, bias, axis: str, size: int, eps: float):
+    """Batch norm in training whose samples, ``size`` in all, are cut over ``axis``: (result, mean, reciprocal deviation)."""
+    raise NotImplementedError
+
+
+LOCAL_OPS = (convert, vocab_embedding, vocab_cross_entropy, scaled_sum, batch_norm)

@@ -183,6 +183,7 @@ PRINT = {
     aten.bitwise_or.Tensor: _infix("|"),
     aten.linear.default: _call("F.linear"),
     aten.conv2d.default: _call("F.conv2d"),
+    aten.native_batch_norm.default: _call("torch.native_batch_norm"),
     aten.embedding.default: _embedding,
     aten.layer_norm.default: _layer_norm,
     aten.gelu.default: _call("F.gelu"),
@@ -222,6 +223,7 @@ PRINT = {
     ops.convert: _convert,
     ops.vocab_embedding: _local_op("vocab_embedding"),
     ops.vocab_cross_entropy: _local_op("vocab_cross_entropy"),
+    ops.batch_norm: _local_op("batch_norm"),
     ops.scaled_sum: _scaled_sum,
 }
 """Op -> a function of its arguments that returns Python text, or None where the plain ATen call is clearer."""

@@ -57,6 +57,7 @@ class Program:
     graph: placeholders first (params, then inputs), then ops, then one output node whose args[0] is a flat list of leaves.
     params / inputs: by placeholder name.
     loss: index, into the output leaves, of the scalar to be minimised; None if the model returns none.
+    updates: names of the buffers that forward changes; their new values are the last leaves, in this order.
     """
 
     graph: fx.Graph
@@ -65,6 +66,7 @@ class Program:
     loss: int | None
     mesh: Mesh = field(default_factory=Mesh)
     microbatches: int = 1
+    updates: tuple[str, ...] = ()
 
     def copy(self) -> Program:
         graph = fx.Graph()
@@ -74,7 +76,7 @@ class Program:
             new.meta = copy.copy(old.meta)
         node = graph.output(output)
         node.meta = copy.copy(self.output.meta)
-        return Program(graph, dict(self.params), dict(self.inputs), self.loss, self.mesh, self.microbatches)
+        return Program(graph, dict(self.params), dict(self.inputs), self.loss, self.mesh, self.microbatches, self.updates)
 
     @property
     def output(self) -> fx.Node:
@@ -83,6 +85,12 @@ class Program:
     @property
     def leaves(self) -> list[Any]:
         return list(self.output.args[0])
+
+    @property
+    def results(self) -> list[Any]:
+        """The leaves that the model returns: those that are no updates of buffers."""
+        leaves = self.leaves
+        return leaves[: len(leaves) - len(self.updates)]
 
     @property
     def ops(self) -> list[fx.Node]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint
 
 from autoshard.errors import CaptureError
@@ -23,14 +25,41 @@ NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor
 
 
 @contextlib.contextmanager
-def tracing(model: nn.Module) -> Iterator[None]:
-    """All of the below, and the random state of the CPU restored."""
+def tracing(model: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
+    """All of the below, and the random state of the CPU restored. ``mode``: that of ``tracing_mode``."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(quiet())
         stack.enter_context(unchanged(model))
         stack.enter_context(custom_gradients())
+        if mode is not None:
+            off_meta(model, mode)
         yield
+
+
+def tracing_mode(model: nn.Module) -> tuple[FakeTensorMode | None, torch.device]:
+    """Where a model is traced: on its own device; one on ``meta`` on fake tensors of the CPU, which need this mode.
+
+    A forward that makes a tensor without saying where, ``torch.arange(n)``, makes it on the CPU, and devices must not mix.
+    """
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    if device.type != "meta":
+        return None, device
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.device("cpu")
+
+
+def off_meta(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers on ``meta`` by fake ones on the CPU; ``unchanged`` takes that back."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, old in held.items():
+                if old is not None and old.device.type == "meta":
+                    if old not in made:
+                        with mode:
+                            new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+                        made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                    held[name] = made[old]
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.passes.bags_to_rows import bags_to_rows
+from autoshard.passes.batch_statistics import batch_statistics
 from autoshard.passes.constant_masks import drop_constant_masks
 from autoshard.passes.dead_code import drop_dead_code
 from autoshard.passes.drop_noops import drop_noops
@@ -17,6 +18,7 @@ from autoshard.program import Program
 
 STEPS = (
     whole_ops,
+    batch_statistics,
     bags_to_rows,
     split_to_slices,
     drop_noops,

@@ -121,6 +121,6 @@ def _stage(program: Program, index: int, stages: int, stage_of, cuts, pure) -> S
     names = {node.name for node in built.values() if node.op == "placeholder"}
     params = {n: p for n, p in program.params.items() if n in names}
     inputs = {n: i for n, i in program.inputs.items() if n in names}
-    loss = program.loss if index == stages - 1 else None
-    part = Program(graph, params, inputs, loss, program.mesh, program.microbatches)
+    loss, updates = (program.loss, program.updates) if index == stages - 1 else (None, ())
+    part = Program(graph, params, inputs, loss, program.mesh, program.microbatches, updates)
     return Stage(index, part, tuple(built[n].name for n in received), tuple(built[n].name for n in sent))

@@ -71,12 +71,13 @@ def _sync_weights(program: Program) -> None:
 
 
 def _convert_outputs(program: Program, node: fx.Node, done) -> None:
-    """The loss is made whole; other outputs leave as they are, but R* (whole, its gradient a summand) is turned to R, which is free."""
+    """The loss and new values of buffers are made whole. Other outputs leave as they are, but R* (whole, its gradient a summand) is turned
+    to R, which is free."""
     leaves = []
     for i, leaf in enumerate(node.args[0]):
         if isinstance(leaf, fx.Node):
             layout = _layout(leaf)
-            if program.loss is None or i == program.loss:
+            if program.loss is None or i == program.loss or i >= len(program.results):
                 layout = (R,) * len(layout)
             layout = tuple(R if p == R_STAR else p for p in layout)
             leaf = _converted(program, leaf, layout, node, done)

@@ -98,7 +98,7 @@ def normalize(node: fx.Node) -> None:
     if node.target in (aten.slice.Tensor, aten.select.int, aten.slice_scatter.default, aten.select_scatter.default):
         literal_index(node, values)
     for name in ("dim", "dims", "dim0", "dim1", "axis"):
-        if name in values:
+        if name in values and node.target is not aten.tile.default:  # its "dims" are how often each dim is repeated
             values[name] = from_front(values[name], dims_of(node))
     node.args, node.kwargs = written(node, values, full=node.target in FULL)
 

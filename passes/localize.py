@@ -130,6 +130,15 @@ CONVOLUTIONS = (
     aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input, aten.convolution.default,
 )  # fmt: skip
 
+def _batch_norm(node: fx.Node, inputs: Shapes, results: Shapes, cut) -> LocalCall:
+    axis = cut("batch_norm")
+    if axis is None:
+        return LocalCall(node.target, node.args, dict(node.kwargs))
+    a = arguments(node)
+    kwargs = {"axis": axis, "size": shape_of(a["input"])[0], "eps": a["eps"]}
+    return LocalCall(ops.batch_norm, (a["input"], a["weight"], a["bias"]), kwargs)
+
+
 HANDLERS = {
     aten.reshape.default: _sizes_from_result,
     aten.expand.default: _sizes_from_result,
@@ -146,6 +155,7 @@ HANDLERS = {
     aten.embedding.default: _embedding,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.group_norm.default: _norm_groups,
+    aten.native_batch_norm.default: _batch_norm,
     **dict.fromkeys(CONVOLUTIONS, _groups),
 }
 
@@ -207,7 +217,7 @@ def localize(program: Program, coords: tuple[int, ...]) -> Program:
         elif is_getitem(node):
             new.meta["val"] = built[node.args[0]].meta["val"][node.args[1]]
         built[node] = new
-    return Program(graph, dict(program.params), dict(program.inputs), program.loss, program.mesh, program.microbatches)
+    return Program(graph, dict(program.params), dict(program.inputs), program.loss, program.mesh, program.microbatches, program.updates)
 
 
 def _local_val(val, layout: Layout, sizes, coords):

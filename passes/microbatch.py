@@ -116,6 +116,7 @@ class _Cut:
                 self._place_input(node)
             elif node.op == "call_function" and not is_getitem(node):
                 self._place_op(node)
+        self._refuse_updates()
         leaves = []
         for leaf in self.program.leaves:
             if isinstance(leaf, fx.Node):
@@ -123,7 +124,7 @@ class _Cut:
                 leaves.append((leaf, P if now == R_STAR and leaf.meta.get("grad") else now))
             else:
                 leaves.append(leaf)
-        main = self._assemble(leaves, self.program.loss)
+        main = self._assemble(leaves, self.program.loss, self.program.updates)
         if not self.extras:
             return Microbatched(main)
         extras, self.extras = self.extras, {}
@@ -135,7 +136,21 @@ class _Cut:
                 where=where(node),
                 hint="use microbatches=1",
             )
+        read = {n.name for n in prologue.graph.nodes if n.op == "placeholder" and n.name in prologue.params and n.users}
+        for node in main.graph.nodes:
+            if node.op == "placeholder" and node.name in read:
+                node.meta["prologue"] = True
         return Microbatched(main, prologue, tuple(extra for extra, _ in extras.values()))
+
+    def _refuse_updates(self) -> None:
+        """A buffer's new value is taken from the last micro-batch, so it must be the same for all of them."""
+        for name, leaf in zip(self.program.updates, self.program.leaves[len(self.program.results) :]):
+            if self._now(leaf) not in (R, R_STAR):
+                raise PlanError(
+                    f"forward changes the buffer {name!r} by the samples of the batch, and {self.m} micro-batches would each change it",
+                    where=where(leaf),
+                    hint="use microbatches=1",
+                )
 
     def _place_input(self, node: fx.Node) -> None:
         if node.name in self.program.inputs:
@@ -199,7 +214,7 @@ class _Cut:
 
     # --- the new graph -----------------------------------------------------------------------------------------------
 
-    def _assemble(self, leaves: list, loss: int | None) -> Program:
+    def _assemble(self, leaves: list, loss: int | None, updates: tuple[str, ...] = ()) -> Program:
         """A program with these leaves, each a constant or (node, time placement)."""
         self.graph, self.built = fx.Graph(), {}
         for node in self.program.graph.nodes:
@@ -213,7 +228,7 @@ class _Cut:
         for node in [n for n in self.graph.nodes if n.op == "placeholder"]:
             anchor.prepend(node)
         self.graph.eliminate_dead_code()
-        return Program(self.graph, dict(self.program.params), dict(self._inputs()), loss, self.program.mesh, self.m)
+        return Program(self.graph, dict(self.program.params), dict(self._inputs()), loss, self.program.mesh, self.m, updates)
 
     def _inputs(self):
         for name, spec in self.program.inputs.items():

@@ -71,12 +71,12 @@ def blocks(
     sizes = [sum(_bytes(n, chosen, mesh) for n in values) for _, values in alive]
     window = max(1, len(ops) // (4 * mesh.pipeline))
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
-    legal = []
-    for i, (_, values) in enumerate(alive[:-1]):
-        narrow = min((s for s in sizes[max(0, i - window) : i + window + 1] if s), default=0.0)
-        legal.append(bool(values) and sizes[i] <= narrow and not any(v in tuples for v in values))
+    # a stage needs work of its own: cuts are behind ops that are not computed in every stage anyway
+    possible = [bool(values) and node not in pure and not any(v in tuples for v in values) for node, values in alive[:-1]]
+    narrow = [min((s for s in sizes[max(0, i - window) : i + window + 1] if s), default=0.0) for i in range(len(possible))]
+    legal = [ok and size <= least for ok, size, least in zip(possible, sizes, narrow)]
     if sum(legal) < mesh.pipeline - 1:
-        legal = [bool(values) and not any(v in tuples for v in values) for _, values in alive[:-1]]
+        legal = possible
     cuts = sum(legal)
     if cuts < mesh.pipeline - 1:
         at = next((n for n in ops if n not in pure), ops[0])

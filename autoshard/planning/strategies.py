@@ -229,8 +229,9 @@ def _stored(program: Program, node: fx.Node, sizes, blocks) -> tuple[Strategy, .
     per_axis = []
     for axis, k in zip(SHARDED_AXES, sizes):
         held = [R]
-        extra = node.name not in program.params and node.name not in program.inputs  # a value of the prologue comes whole
-        if k > 1 and not extra and not (node.name in program.params and axis == "data"):
+        whole = node.name not in program.params and node.name not in program.inputs  # a value of the prologue comes whole
+        whole |= node.name in program.params and program.params[node.name].name in program.updates
+        if k > 1 and not whole and not (node.name in program.params and axis == "data"):
             for dim, n in enumerate(shape):
                 held += [S(dim, b) for b in sorted({1, *blocks.get((node, 0, dim), ())}) if n % b == 0 and n // b >= k]
         per_axis.append([Choice(str(p), (), (p,)) for p in held])
@@ -243,9 +244,9 @@ def _stored(program: Program, node: fx.Node, sizes, blocks) -> tuple[Strategy, .
 
 
 def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
-    """The loss must come out whole; without a loss every output must."""
+    """The loss must come out whole, and new values of buffers; without a loss every output must."""
     leaves = program.leaves
-    wanted = leaves if program.loss is None else [leaves[program.loss]]
+    wanted = leaves if program.loss is None else [leaves[program.loss], *leaves[len(program.results) :]]
     inputs = tuple(result_of(x) for x in wanted if isinstance(x, fx.Node))
     whole = tuple(R for _ in sizes)
     choice = Choice("replicate", (R,) * len(inputs), ())
@@ -254,8 +255,13 @@ def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
 
 def _pin(program: Program, annotated: dict[fx.Node, Annotated], pins: dict[str, dict[str, str]]) -> None:
     """Keep only the strategies that leave a pinned parameter, input or module output in its pinned placement."""
+    names: dict[fx.Node, str] = {}
     for name, axes in pins.items():
         node = _find(program, name)
+        if names.setdefault(node, name) != name:
+            raise PlacementError(
+                f"{name!r} and {names[node]!r} are one value and are both pinned", where=where(node), hint="leave one of the pins out"
+            )
         for axis, text in axes.items():
             if axis not in SHARDED_AXES:
                 raise PlacementError(f"pin of {name!r}: no axis {axis!r}", hint=f"values are placed along {' and '.join(SHARDED_AXES)}")

@@ -9,6 +9,7 @@ Some choices need a kernel other than the op itself; ``OpRule.local`` names it b
     kernel                 ops                          what a rank computes
     "mean"                 mean.default, mean.dim       its sum over the dims, divided by the count of the whole dims
     "vocab_embedding"      embedding, rows sharded      rows that it holds, 0 for ids of other ranks
+    "batch_norm"           native_batch_norm, samples   statistics of its samples, joined with those of the others
     "vocab_cross_entropy"  cross_entropy_loss, classes  maximum, sum of exponentials and picked logit of its classes, each reduced
 
 Sizes in arguments (reshape, expand, slice, ...) are those of the whole value; whoever runs an op on pieces writes the pieces' sizes there.

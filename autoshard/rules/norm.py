@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
+from autoshard.placement import R_STAR, R, S
 from autoshard.program import operands, shape_of
 from autoshard.rules.call import argument, bind_named, dims, each, result_shapes
-from autoshard.rules.notation import OpRule
+from autoshard.rules.notation import Choice, Comm, OpRule
 
 
 def layer_norm(node: fx.Node) -> OpRule:
@@ -43,6 +46,21 @@ def batch_norm(node: fx.Node) -> OpRule:
     return bind_named(node, {"input": " ".join(names), **specs}, ", ".join(results), saved=saved)
 
 
+def batch_statistics(node: fx.Node) -> OpRule:
+    """Batch norm in training, with the statistics as results. The samples may be cut: local kernel "batch_norm" joins their statistics."""
+    return replace(batch_norm(node), local={"d0": "batch_norm"}, special=(shard_samples,))
+
+
+def shard_samples(rule: OpRule, k: int) -> tuple[Choice, ...]:
+    """Samples cut, scale and shift whole, and so are the statistics: one gather of them forward, one sum of as many backward."""
+    if rule.sizes.get("d0", 1) < k:
+        return ()
+    channels = rule.sizes["d1"]
+    comms = (Comm("all_gather", 2.0 * channels * k, ("d1",)), Comm("all_reduce", 2.0 * channels, ("d1",)))
+    operands = (S(0), *(R_STAR for _ in rule.operands[1:]))
+    return (Choice("shard d0", operands, (S(0), R, R), "d0", comms=comms),)
+
+
 def instance_norm(node: fx.Node) -> OpRule:
     """Samples and channels are independent, but running statistics average over the batch."""
     rank = len(shape_of(operands(node)[0]))
@@ -56,5 +74,6 @@ TABLE = {
     **each("layer_norm native_layer_norm rms_norm", layer_norm),
     **each("group_norm", group_norm),
     **each("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training", batch_norm),
+    **each("native_batch_norm", batch_statistics),
     **each("instance_norm", instance_norm),
 }

@@ -1,6 +1,7 @@
 """What emitted code runs on: torch, and nothing of the planner. ``from autoshard import runtime as rt``."""
 
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.batch_norm import batch_norm
 from autoshard.runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autoshard.runtime.convert import convert
 from autoshard.runtime.interface import Argument, Interface
@@ -28,6 +29,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "batch_norm",
     "convert",
     "dropout",
     "open_world",

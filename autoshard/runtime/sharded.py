@@ -88,12 +88,18 @@ class Sharded(nn.Module):
             )
         fed = feeds(self.stage, self.interface.bind(args, kwargs))
         self._sync.reset()
-        return self._run_scheduled(fed) if self.scheduled else deliver(self.stage, [self.stage(**fed[0])], ran_backward=False)
+        if self.scheduled:
+            return self._run_scheduled(fed)
+        results = [self.stage(**fed[0])]
+        state.update(self.stage, self.catalogue, results)
+        return deliver(self.stage, results, ran_backward=False)
 
     def _run_scheduled(self, fed: list[Feed]) -> list[torch.Tensor | Lazy]:
         training = torch.is_grad_enabled() and self.stage.loss is not None
         if not training:
-            return deliver(self.stage, self._runner.run(fed, False), ran_backward=torch.is_grad_enabled())
+            results = self._runner.run(fed, False)
+            state.update(self.stage, self.catalogue, results)
+            return deliver(self.stage, results, ran_backward=torch.is_grad_enabled())
         params = [p for p in self.parameters() if p.requires_grad]
         before = [p.grad for p in params]
         try:
@@ -106,6 +112,7 @@ class Sharded(nn.Module):
         finally:
             for p, grad in zip(params, before):
                 p.grad = grad
+        state.update(self.stage, self.catalogue, results)
         outputs = deliver(self.stage, results, ran_backward=True)
         outputs[self.stage.loss] = _HandOver.apply(outputs[self.stage.loss], torch.zeros((), requires_grad=True), grads, *params)
         return outputs

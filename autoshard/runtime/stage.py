@@ -102,7 +102,7 @@ class StageModule(nn.Module):
     Parameters and buffers have the rank's local shapes, and are uninitialised until ``load``.
     ``forward`` takes the received values in order, then inputs and extras by keyword, and returns a tuple of tensors: the values to send,
     or, on the last stage, one per entry of ``outputs``. ``outputs``, and ``loss``, the index of the one to be minimised, are the same on
-    every stage.
+    every stage. ``updates`` names the buffers that forward changes; the last stage returns their new values, whole, behind the outputs.
     """
 
     mesh: tuple[int, int, int] = (1, 1, 1)
@@ -115,6 +115,7 @@ class StageModule(nn.Module):
     sends: tuple[Value, ...] = ()
     extras: dict[str, Extra] = {}
     outputs: tuple[Output, ...] = ()
+    updates: tuple[str, ...] = ()
     loss: int | None = None
 
     def __init__(self, world: World):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from autoshard.errors import RunError
 from autoshard.placement import parse_layout
+from autoshard.runtime.outputs import from_last_stage
 from autoshard.runtime.pieces import take
 from autoshard.runtime.stage import Param, StageModule
 from autoshard.runtime.whole import whole
@@ -79,6 +80,27 @@ def scatter(stage: StageModule, params: Mapping[str, Param], state: Mapping[str,
             if name in state and tuple(state[name].shape) != param.shape:
                 raise RunError(f"{name!r} has shape {tuple(state[name].shape)} in the state_dict; the model's is {param.shape}")
     put(stage, lambda param: next((state[name] for name in param.names if name in state), None))
+
+
+@torch.no_grad()
+def update(stage: StageModule, params: Mapping[str, Param], results: Sequence[Sequence[torch.Tensor]] | None) -> None:
+    """Give the buffers that forward changes their new values. A collective on a mesh with a pipeline, if there are any.
+
+    Buffers are replaced, not written to: a backward that is still to come may need the old values.
+
+    Args:
+        params: the catalogue.
+        results: what each micro-batch's forward returned; None on all stages but the last.
+    """
+    values = results[-1][len(stage.outputs) :] if results is not None else [None] * len(stage.updates)
+    attributes = {param.name: attribute for attribute, param in stage.params.items()}
+    for name, value in zip(stage.updates, values):
+        param = params[name]
+        value = torch.empty(param.shape, dtype=param.dtype, device=stage.device) if value is None else value.to(param.dtype, copy=True)
+        if stage.world.mesh.pipeline > 1:
+            value = from_last_stage(value, stage.world)
+        if name in attributes:
+            setattr(stage, attributes[name], value)
 
 
 def check_names(given: Iterable[str], expected: Iterable[tuple[str, ...]], what: str) -> None:

@@ -121,15 +121,25 @@ class Counter(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
+        loss = (y - self.running).pow(2).mean()
         if self.training:
             self.calls += 1
             self.running.mul_(0.9).add_(0.1 * y.detach().mean(0))
-        return (y - self.running).pow(2).mean()
+        return loss * self.calls
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)], ids=str)
 def test_buffers_that_forward_updates(mesh):
     equal(Counter, rows(6, 8), mesh, {"x": {"data": "S(0)"}} | tensor("S(0)", "linear.weight"), microbatches=1)
+
+
+def test_a_count_of_calls_counts_micro_batches_as_one():
+    class Count(Counter):
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x).pow(2).mean() * self.calls
+
+    equal(Count, rows(6, 8), (1, 1, 1), microbatches=3)
 
 
 def test_buffers_that_micro_batches_would_update_differently():

@@ -281,7 +281,23 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize("batch", (4, 5))
 def test_batch_norm_takes_statistics_over_the_whole_batch(batch):
-    equal(Convolutions, rows(batch, 3, 6, 6), (2, 1, 1), data("S(0)", "x"))
+    cut = {"native_batch_norm": {"data": "shard d0"}}
+    equal(Convolutions, rows(batch, 3, 6, 6), (2, 1, 1), data("S(0)", "x"), force=cut)
+    equal(Convolutions, rows(batch, 3, 6, 6), (2, 2, 1), data("S(0)", "x") | tensor("S(0)", "conv.weight", "bn.weight"), force=cut)
+
+
+def test_batch_norm_without_scale_or_running_statistics():
+    class Plain(Convolutions):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+
+    equal(Plain, rows(5, 3, 6, 6), (2, 1, 1), data("S(0)", "x"), force={"native_batch_norm": {"data": "shard d0"}})
+
+
+def test_batch_norm_in_stages():
+    """Samples meet, so the batch stays in one piece; the first stage's statistics reach the ranks that hold them."""
+    assert equal(Convolutions, rows(4, 3, 6, 6), (1, 1, 2)).microbatches == 1
 
 
 def test_batch_norm_in_eval_mode():
@@ -289,4 +305,4 @@ def test_batch_norm_in_eval_mode():
 
 
 def test_batch_norm_of_micro_batches_is_refused():
-    refused(Convolutions, rows(4, 3, 6, 6), (1, 1, 2), "'bn'", "2 micro-batches", error=PlanError, microbatches=2)
+    refused(Convolutions, rows(4, 3, 6, 6), (1, 1, 2), "in bn (", "2 micro-batches", error=PlanError, microbatches=2)

@@ -38,7 +38,8 @@ class Dropped(nn.Module):
         return {"loss": loss, "whole": whole, "heads": heads, "attended": attended, "noise": noise}
 
 
-PIN = tensor("S(0)", "up.weight", "q.weight", "k.weight", "v.weight") | tensor("S(1)", "down.weight") | tensor("R", "drop", "noise") | data("S(0)", "x")
+PIN = tensor("S(0)", "up.weight", "q.weight", "k.weight", "v.weight") | tensor("S(1)", "down.weight")
+PIN |= tensor("R", "drop", "noise") | data("S(0)", "x")
 
 
 def locals_of(sharded, batch):

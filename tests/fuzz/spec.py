@@ -67,14 +67,17 @@ class Spec:
         lines += [f"    return {{{', '.join(f'{name!r}: {text}' for name, text in self.inputs)}}}"]
         return "\n".join(lines).replace("'", '"') + "\n"
 
-    def load(self) -> tuple[nn.Module, dict]:
-        """The module and one batch; what is random in them comes from torch's generator."""
-        text = self.source()
+    def load(self, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, dict]:
+        """The module and one batch; what is random in them comes from torch's generator. The default dtype is float64 afterwards."""
+        text = self.source().replace("torch.float64", str(dtype))
         filename = f"<fuzz {abs(hash(text))}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         scope: dict = {"__name__": "fuzzed"}
-        exec(compile(text, filename, "exec"), scope)
-        return scope["Model"](), scope["batch"]()
+        try:
+            exec(compile(text, filename, "exec"), scope)
+            return scope["Model"](), scope["batch"]()
+        finally:
+            torch.set_default_dtype(torch.float64)
 
     def pruned(self) -> Spec:
         """Without steps, weights and inputs that nothing reads (one input is left)."""
