@@ -16,6 +16,7 @@ from autoshard.cluster import Cluster, parse_bytes
 from autoshard.emit import RankProgram, emit
 from autoshard.errors import PlanError
 from autoshard.launching import Deferred, one_plan_for_all, sharded_module, start, write_folder
+from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import Stage, pure_nodes
 from autoshard.passes.microbatch import Microbatched
@@ -140,6 +141,7 @@ def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, s
     plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
     converted = passes.run("insert_conversions", apply(cut.program, decision))
     predict(plan, converted, cluster)
+    logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
     plan.solver["plan_seconds"] = time.perf_counter() - start_time
     return plan, converted
 

@@ -65,7 +65,7 @@ def emit(rank: RankProgram) -> str:
     names = _attribute_names(program, rank.unused)
     lines += _declare(rank, names)
     if rank.prologue is not None:
-        lines += ["", *_prologue(rank)]
+        lines += ["", *_prologue(rank, names)]
     lines += ["", *_forward(rank, names)]
     text = "\n".join(lines) + "\n"
     if "F." not in text:
@@ -159,7 +159,7 @@ def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
     return lines
 
 
-def _prologue(rank: RankProgram) -> list[str]:
+def _prologue(rank: RankProgram, names: dict[str, str]) -> list[str]:
     program = rank.prologue
     nodes = {n.name: n for n in rank.whole.graph.nodes if n.op == "placeholder"}
     wanted = [(i, e) for i, e in enumerate(rank.extras) if e.name in nodes]
@@ -173,9 +173,8 @@ def _prologue(rank: RankProgram) -> list[str]:
         f"    def prologue({', '.join(arguments)}):",
         "        # what all micro-batches need to know of each other, before the first one runs",
     ]
-    names = _attribute_names(program, {})
     for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in program.params:
+        if node.op == "placeholder" and node.name in names:
             node.meta["expr"] = f"self.{names[node.name]}"
         elif node.name in read:
             node.meta["expr"] = f"whole_{node.name}"
@@ -239,7 +238,7 @@ def _line(node: fx.Node, comments: bool) -> str:
     if not comments:
         return text
     if node.target is ops.convert:
-        note = conversion_comment(node.args[1])
+        note = f"{conversion_comment(node.args[1])}; for {node.meta['wanted_by']}"
     else:
         layouts = node.meta.get("layouts")
         if not layouts or all(p == R for layout in layouts for p in layout):

@@ -12,10 +12,14 @@ Each row: name, pass, level that its output satisfies. Levels, each including wh
 
 from __future__ import annotations
 
+import logging
+import time
+
+from autoshard.logs import logger
 from autoshard.passes.canonicalize import canonicalize
 from autoshard.passes.cut_stages import cut_stages
 from autoshard.passes.insert_conversions import insert_conversions
-from autoshard.passes.levels import check
+from autoshard.passes.levels import check, dump, programs, show
 from autoshard.passes.localize import localize
 from autoshard.passes.microbatch import microbatch
 
@@ -32,6 +36,13 @@ PIPELINE = (
 def run(name: str, *args):
     """Run one pass of PIPELINE by name, check the level that it promises, dump and log it; returns what the pass returns."""
     number, (_, function, level) = next((i, row) for i, row in enumerate(PIPELINE) if row[0] == name)
+    start = time.perf_counter()
     result = function(*args)
-    check(result, level, f"{number}_{name}")
+    log, seconds = logger("passes"), time.perf_counter() - start
+    for suffix, program in programs(result):
+        check(program, level)
+        dump(program, f"{number}_{name}{suffix}")
+        log.info("%s%s: %d ops, %.3f s", name, suffix, len(program.ops), seconds)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", show(program))
     return result

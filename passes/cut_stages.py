@@ -102,6 +102,11 @@ def _stage(program: Program, index: int, stages: int, stage_of, cuts, pure) -> S
         if node not in received:
             todo.extend(node.all_input_nodes)
 
+    known = {*program.params, *program.inputs}
+    if any(n.op == "placeholder" and n.name not in known for n in needed):
+        # the stage wants values of the prologue, so it runs the prologue and holds what that reads
+        needed.update(n for n in program.graph.nodes if n.meta.get("prologue"))
+
     built: dict[fx.Node, fx.Node] = {}
     for node in received:
         built[node] = graph.placeholder(node.name)

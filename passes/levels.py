@@ -16,18 +16,21 @@ from autoshard.program import Program, is_getitem, operands, result_of, tensors,
 ATEN_OP = type(torch.ops.aten.add.Tensor)
 
 
-def check(result, level: str, title: str) -> None:
-    """Raise PlanError where the result of a pass breaks its level."""
-    for suffix, program in _programs(result):
-        program.graph.lint()
-        CHECKS[level](program)
-        folder = os.environ.get("AUTOSHARD_DUMP")
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"{title}{suffix}.py").write_text(show(program))
+def check(program: Program, level: str) -> None:
+    """Raise PlanError where a program breaks its level."""
+    program.graph.lint()
+    CHECKS[level](program)
 
 
-def _programs(result):
+def dump(program: Program, title: str) -> None:
+    """Write the program to ``title.py`` in the folder that AUTOSHARD_DUMP names, if it does."""
+    folder = os.environ.get("AUTOSHARD_DUMP")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{title}.py").write_text(show(program))
+
+
+def programs(result):
     """(file suffix, program) of whatever a pass returns."""
     if isinstance(result, Program):
         yield "", result

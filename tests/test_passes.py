@@ -242,3 +242,15 @@ def test_dump_writes_every_level(toy, tmp_path, monkeypatch):
         "3_cut_stages_stage0.py",
         "3_cut_stages_stage1.py",
     ]
+
+
+def test_logs_follow_the_grammar_of_torch_logs():
+    import logging
+
+    from autoshard.errors import AutoshardError
+    from autoshard.logs import levels
+
+    assert levels("") == {} and levels("+passes, plan") == {"passes": logging.DEBUG, "plan": logging.INFO}
+    assert levels("all,-plan") == {"passes": logging.INFO, "plan": logging.ERROR}
+    with pytest.raises(AutoshardError, match="AUTOSHARD_LOGS names 'pass'"):
+        levels("pass")

@@ -229,7 +229,8 @@ def _stored(program: Program, node: fx.Node, sizes, blocks) -> tuple[Strategy, .
     per_axis = []
     for axis, k in zip(SHARDED_AXES, sizes):
         held = [R]
-        whole = node.name not in program.params and node.name not in program.inputs  # a value of the prologue comes whole
+        # a value of the prologue comes whole, and what the prologue reads lies whole
+        whole = bool(node.meta.get("prologue")) or node.name not in program.params and node.name not in program.inputs
         whole |= node.name in program.params and program.params[node.name].name in program.updates
         if k > 1 and not whole and not (node.name in program.params and axis == "data"):
             for dim, n in enumerate(shape):

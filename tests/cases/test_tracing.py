@@ -287,7 +287,7 @@ class NoRule(nn.Module):
         return self.last(y).pow(2).mean()
 
 
-WARNED = {"custom": "cases::flip_and_scale", "fft": "fft", "solve": "solve", "lstm": "lstm", "grid_sample": "grid_sampler", "unfold": "unfold"}
+WARNED = {"custom": "cases::flip_and_scale", "fft": "fft", "solve": "solve", "lstm": "lstm", "grid_sample": "grid", "unfold": "unfold"}
 
 
 @pytest.mark.parametrize("op", WARNED)
