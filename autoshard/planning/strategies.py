@@ -11,11 +11,10 @@ from torch import fx
 from autoshard.errors import PlacementError
 from autoshard.mesh import SHARDED_AXES, Mesh
 from autoshard.placement import R_STAR, Layout, Placement, R, S, legal, parse_placement
+from autoshard.planning.blocked import Key, block_candidates, factor_blocks
 from autoshard.program import Program, is_getitem, operands, result_of, shape_of, tensors, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, Strategy, choices, strategies
-
-Key = tuple[fx.Node, int]  # a value: (producing node, result index)
 
 
 @dataclass
@@ -49,7 +48,7 @@ def annotate(
             rules[node] = by_class[kind] if kind in by_class else rule_for(node)
             if kind is not None:
                 by_class[kind] = rules[node]
-    blocks = _block_candidates(rules, sizes)
+    blocks = block_candidates(rules, sizes)
     per_axis = {n: [_axis_choices(n, rule, k, blocks) for k in sizes] for n, rule in rules.items()}
     for node in rules:
         per_axis[node][1] = _leave_batch_to_data(node, rules[node], per_axis[node][1])
@@ -112,7 +111,7 @@ def _axis_choices(node: fx.Node, rule: OpRule, k: int, blocks) -> tuple[Choice, 
     inputs = operands(node)
     per_factor: dict[str, set[int]] = defaultdict(lambda: {1})
     for spec, key in [*zip(rule.operands, map(result_of, inputs)), *((s, (node, i)) for i, s in enumerate(rule.results))]:
-        for factor, b, _ in _factor_blocks(rule, spec, key, blocks):
+        for factor, b, _ in factor_blocks(rule, spec, key, blocks):
             per_factor[factor].add(b)
     return choices(rule, k, {f: tuple(sorted(bs)) for f, bs in per_factor.items()})
 
@@ -126,61 +125,6 @@ def _leave_batch_to_data(node: fx.Node, rule: OpRule, options: tuple[Choice, ...
     marks = [*(result_of(x)[0].meta.get("batch", R) for x in operands(node)), *(node.meta.get("batch", R) for _ in rule.results)]
     kept = tuple(c for c in options if not any(p.is_shard and p == mark for p, mark in zip(c.operands + c.results, marks)))
     return kept if not rule.flops or any(c.name.startswith("shard") for c in kept) else options
-
-
-# --- blocked shards: which block counts are worth trying ---------------------------------------------------------------
-
-
-def _factor_blocks(rule: OpRule, spec, key: Key, blocks):
-    """(factor, its own block count, dim) for every candidate block count of the dims of a value, as this op sees them."""
-    for dim, group in enumerate(spec):
-        for total in blocks.get((*key, dim), ()):
-            before = 1
-            for factor in group:
-                size = rule.sizes[factor]
-                if total % before == 0 and 1 < total // before < size and size % (total // before) == 0:
-                    yield factor, total // before, dim
-                before *= size
-
-
-def _block_candidates(rules: dict[fx.Node, OpRule], sizes) -> dict[tuple, set[int]]:
-    """Block counts by (node, result, dim): seeded by groups in views, splits and joins, then spread through ops that share the dim."""
-    cuts = [k for k in sizes if k > 1]
-    blocks: dict[tuple, set[int]] = defaultdict(set)
-    sides = {}
-    for node, rule in rules.items():
-        keys = [*map(result_of, operands(node)), *((node, i) for i in range(len(rule.results)))]
-        sides[node] = list(zip(rule.operands + rule.results, keys))
-        for spec, key in sides[node]:
-            for dim, group in enumerate(spec):
-                before = 1
-                for factor in group:
-                    size = rule.sizes[factor]
-                    if before > 1 and factor not in rule.fixed and any(size % k == 0 for k in cuts):
-                        blocks[(*key, dim)].add(before)
-                    before *= size
-    order = list(rules)
-    for _ in range(6):  # forward and back again; chains of views deeper than this are of no use to anyone
-        changed = False
-        for node in order:
-            rule = rules[node]
-            found = {(f, b) for spec, key in sides[node] for f, b, _ in _factor_blocks(rule, spec, key, blocks) if f not in rule.fixed}
-            for f, b in found:
-                if not any((rule.sizes[f] // b) % k == 0 for k in cuts):
-                    continue
-                for spec, key in sides[node]:
-                    for dim, group in enumerate(spec):
-                        if f in group:
-                            total = b
-                            for g in group[: group.index(f)]:
-                                total *= rule.sizes[g]
-                            if total not in blocks[(*key, dim)] and len(blocks[(*key, dim)]) < 6:
-                                blocks[(*key, dim)].add(total)
-                                changed = True
-        order.reverse()
-        if not changed:
-            break
-    return blocks
 
 
 def _prune(program: Program, rules, per_axis, axis: int) -> None:
