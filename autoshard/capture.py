@@ -34,6 +34,7 @@ class Captured:
     constants_values: tensors that are neither parameters nor buffers, by Param name.
     params: every parameter and buffer of the model, read by the graph or not.
     seconds: time that the capture took.
+    loss_fn, batch_dims: as they were given.
     """
 
     program: Program
@@ -43,6 +44,8 @@ class Captured:
     constants_values: dict[str, torch.Tensor]
     params: tuple[Param, ...]
     seconds: float
+    loss_fn: Callable | None = None
+    batch_dims: Mapping[str, int | None] | None = None
 
 
 class Root(nn.Module):
@@ -109,7 +112,8 @@ def capture(
     out_spec = exported.call_spec.out_spec
     program.loss = find_loss(program, out_spec, loss_fn is not None)
     constants = {p.name: exported.constants[_target(p.name, exported)] for p in read if p.kind == "constant"}
-    return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, seconds, loss_fn, batch_dims)
 
 
 def _fresh(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

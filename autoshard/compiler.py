@@ -15,18 +15,21 @@ from autoshard.capture import Captured, capture
 from autoshard.cluster import Cluster, parse_bytes
 from autoshard.emit import RankProgram, emit
 from autoshard.errors import PlanError
-from autoshard.launching import Deferred, one_plan_for_all, sharded_module, start, write_folder
+from autoshard.launching import Deferred, interface, load_source, one_plan_for_all, sharded_module, start, write_folder
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import Stage, pure_nodes
 from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import CHEAPEST, Decision, apply, decide, record, restore
+from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Saving, apply, decide, record, restore
 from autoshard.predict import check_memory, describe, fingerprint, predict
 from autoshard.program import Program
+from autoshard.runtime.interface import Interface
 from autoshard.runtime.sharded import Sharded
+from autoshard.runtime.stage import StageModule
 from autoshard.runtime.world import World
+from autoshard.variants import as_example, in_mode, same_stages, same_weights, skeleton
 
 
 def plan(
@@ -38,6 +41,8 @@ def plan(
     memory: str | float | None = None,
     microbatches: int | None = None,
     pin: Mapping[str, Mapping[str, str]] | None = None,
+    zero: int | str = "auto",
+    recompute: str = "auto",
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Plan:
@@ -53,6 +58,9 @@ def plan(
         memory: limit of a rank, bytes or text such as "40GiB"; by default what the cluster's device has.
         microbatches: how many; by default the number with the shortest predicted step.
         pin: placements that are forced: ``{"lm_head.weight": {"tensor": "S(0)"}}``; parameters, inputs, or outputs of modules, by name.
+        zero: ZeRO level of every weight that can be cut over data: 0 nothing is cut, 1 what the optimizer keeps of it, 2 its gradient too,
+            3 the weight too. "auto" is 0 for now.
+        recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto" is "off" for now.
         loss_fn: ``loss_fn(output, batch)`` -> scalar, if the model does not return its loss.
         batch_dims: the dim that holds the batch, by input name, where it is not 0.
 
@@ -60,7 +68,7 @@ def plan(
         AutoshardError: no plan; it says what is in the way.
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims)
-    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin)[0]
+    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute)[0]
 
 
 def compile(
@@ -82,17 +90,18 @@ def compile(
         AutoshardError: the same on every rank, before any communication of the training itself.
     """
     if example_inputs is None:
-        return Deferred(lambda batch: compile(model, mesh, batch, plan=plan, loss_fn=loss_fn, batch_dims=batch_dims, **options))
+        given = {"plan": plan, "loss_fn": loss_fn, "batch_dims": batch_dims, **options}
+        return Deferred(model.training, lambda batch: compile(model, mesh, batch, **given))
     mesh = Mesh.of(mesh)
     world = start(mesh)
     captured = capture(model, example_inputs, loss_fn, batch_dims)
     if plan is None:
         plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options))[0])
-    return Prepared.of(captured, plan, mesh, example_inputs).sharded(model, world)
+    return Prepared.of(captured, plan, mesh, example_inputs, options.get("cluster")).sharded(model, world)
 
 
 def _defaults(options: dict) -> dict:
-    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None}
+    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None, "zero": "auto", "recompute": "auto"}
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(f"compile() got unexpected arguments {', '.join(unknown)}")
@@ -103,8 +112,9 @@ def _title(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin) -> tuple[Plan, Program]:
+def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute) -> tuple[Plan, Program]:
     """Capture -> the best plan over the numbers of micro-batches."""
+    saving = Saving.of(zero, recompute)
     program = passes.run("canonicalize", captured.program)
     program.mesh = mesh
     cluster = Cluster.of(cluster)
@@ -115,7 +125,7 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
         if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
             break
         try:
-            found, converted = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}))
+            found, converted = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), saving=saving)
         except PlanError as error:
             if microbatches is not None or mesh.pipeline == 1:
                 raise
@@ -131,19 +141,26 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
     return best[1], best[2]
 
 
-def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST) -> tuple[Plan, Program]:
+def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING) -> tuple[Plan, Program]:
     """The plan for ``m`` micro-batches, and the program with its conversions. ``program`` is the canonical one; ``limit`` bytes a rank."""
     start_time = time.perf_counter()
     cut: Microbatched = passes.run("microbatch", program, m)
-    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers)
+    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers, saving=saving)
     decision.solver["trace_seconds"] = captured.seconds
     strategies, stages = record(decision)
     plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
-    converted = passes.run("insert_conversions", apply(cut.program, decision))
+    plan.zero, plan.regions = decision.zero, decision.regions
+    converted = convert(cut.program, decision)
     predict(plan, converted, cluster)
     logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
     plan.solver["plan_seconds"] = time.perf_counter() - start_time
     return plan, converted
+
+
+def convert(program: Program, decision: Decision) -> Program:
+    """The program with all that was decided written on its nodes, conversions explicit."""
+    placed = passes.run("zero", apply(program, decision), decision.zero)
+    return passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions)
 
 
 @dataclass
@@ -164,18 +181,61 @@ class Prepared:
     plan: Plan
     rewritten: Rewritten
     example_inputs: Any
+    cluster: Any = None
 
     @classmethod
-    def of(cls, captured: Captured, plan: Plan, mesh: Mesh, example_inputs: Any) -> Prepared:
+    def of(cls, captured: Captured, plan: Plan, mesh: Mesh, example_inputs: Any, cluster: Any = None) -> Prepared:
         program = passes.run("canonicalize", captured.program)
-        return cls(captured, program, plan, rewrite(program, plan, mesh), example_inputs)
+        return cls(captured, program, plan, rewrite(program, plan, mesh), example_inputs, cluster)
 
     def sharded(self, model: nn.Module, world: World) -> Sharded:
         """The module of the world's rank, with the weights of ``model``."""
         captured, program, plan = self.captured, self.program, self.plan
         sharded = sharded_module(model, captured, program, plan, world, lambda rank: source(captured, self.rewritten, plan, rank))
         sharded.emit = lambda folder: write_folder(folder, model, captured, program, plan, self.example_inputs, sharded.source)
+        bare, modes = skeleton(model), {name: module.training for name, module in model.named_modules()}
+        sharded.programs.again = lambda training, args, kwargs: self._again(bare, modes, sharded, training, args, kwargs)
         return sharded
+
+    def _again(
+        self, bare: nn.Module, modes: dict[str, bool], sharded: Sharded, training: bool, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[StageModule, Interface]:
+        """This rank's stage of another program on the weights of ``sharded``: for another mode, or a batch of another size."""
+        old, world = self.captured, sharded.world
+        batch = as_example(old.in_spec, self.example_inputs, args, kwargs)
+        with in_mode(bare, training, modes):
+            captured = capture(bare, batch, old.loss_fn, old.batch_dims)
+        program = passes.run("canonicalize", captured.program)
+        face = interface(captured, program, training)
+        if fingerprint(program) == self.plan.fingerprint:
+            return sharded.stage, face
+        program.mesh = world.mesh
+        plan = one_plan_for_all(world, lambda: self._plan_again(captured, program))
+        text = source(captured, rewrite(program, plan, world.mesh), plan, world.rank, with_unused=False)
+        stage = load_source(text, f"rank{world.rank}").Stage(world, like=sharded.stage)
+        stage.load(captured.constants_values.get)
+        return stage, face
+
+    def _plan_again(self, captured: Captured, program: Program) -> Plan:
+        """A plan that leaves parameters, and what the optimizer keeps of them, where they are."""
+        first, mesh, cluster = self.plan, program.mesh, Cluster.of(self.cluster)
+        pins = same_weights(self.captured, self.program, first, program)
+        saving = Saving(0, bool(first.regions))
+        read = {name for param in self.program.params.values() for name in param.names}
+        unread = tuple(param for param in self.captured.params if param.name not in read)
+        refused: PlanError | None = None
+        for m in dict.fromkeys([first.microbatches, *microbatch_candidates(program, mesh, None)]):
+            try:
+                plan, _ = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving)
+                if mesh.pipeline > 1:
+                    plan.stages = same_stages(first, self.rewritten.stages, unread, passes.run("microbatch", program, m).program)
+            except PlanError as error:
+                refused = refused or error
+                continue
+            names = {param.name for param in program.params.values()}
+            plan.zero = {name: level for name, level in first.zero.items() if name in names}
+            return plan
+        raise refused
 
 
 def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
@@ -191,12 +251,13 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     program.mesh = mesh
     cut = passes.run("microbatch", program, plan.microbatches)
     decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)
-    converted = passes.run("insert_conversions", apply(cut.program, decision))
+    decision.zero, decision.regions = plan.zero, plan.regions
+    converted = convert(cut.program, decision)
     return Rewritten(mesh, cut, passes.run("cut_stages", converted))
 
 
-def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int) -> str:
-    """The Python module of one rank."""
+def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with_unused: bool = True) -> str:
+    """The Python module of one rank. ``with_unused``: parameters that no op reads are held by the first stage, buffers by all."""
     mesh = rewritten.mesh
     data, tensor, index = mesh.coords(rank)
     stage = rewritten.stages[index]
@@ -206,7 +267,8 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int) -> s
         for name in other.program.params:
             holders[name] = (*holders.get(name, ()), other.index)
     used = {n for p in rewritten.stages for q in p.program.params.values() for n in q.names}
-    unused = {p.name: p for p in captured.params if not set(p.names) & used} if index == 0 else {}
+    unused = {p.name: p for p in captured.params if not set(p.names) & used} if with_unused else {}
+    everywhere = {name: tuple(range(mesh.pipeline)) for name, p in unused.items() if p.kind == "buffer"}
     return emit(
         RankProgram(
             title=plan.model,
@@ -217,8 +279,8 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int) -> s
             last=rewritten.stages[-1].program,
             prologue=rewritten.cut.prologue,
             extras=rewritten.cut.extras,
-            holders=holders,
-            unused=unused,
+            holders=holders | everywhere,
+            unused={name: p for name, p in unused.items() if index == 0 or name in everywhere},
         )
     )
 

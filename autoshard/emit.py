@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from itertools import groupby
+from keyword import iskeyword
 
 import torch
 from torch import fx
@@ -13,7 +17,8 @@ from autoshard.passes.cut_stages import Stage
 from autoshard.passes.microbatch import Extra
 from autoshard.placement import R, format_layout
 from autoshard.printer import conversion_comment, expression, literal
-from autoshard.program import Param, Program, op_kind, result_of
+from autoshard.program import Param, Program, op_kind, result_of, stored_layout
+from autoshard.runtime.stage import StageModule
 
 aten = torch.ops.aten
 WIDTH = 140
@@ -22,6 +27,9 @@ HEAVY = {
     *("scaled_dot_product_attention", "embedding", "cross_entropy_loss"),
 }
 """Ops whose sharded factor is worth a word in the comment."""
+
+OWN_NAMES = ("alike", "data", "device", "shards", "streams", "tensor", "world")
+"""What a StageModule calls its own attributes, beside those of its class."""
 
 
 @dataclass
@@ -78,8 +86,8 @@ def _attribute_names(program: Program, unused: dict[str, Param]) -> dict[str, st
     names: dict[str, str] = {}
     for placeholder, param in {**program.params, **unused}.items():
         name = param.name.replace(".", "_")
-        name = name if name.isidentifier() else f"p_{name}"
-        while name in names.values():
+        name = name if name.isidentifier() and not iskeyword(name) else f"p_{name}"
+        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name) or re.fullmatch(r"layer_\d+", name):
             name += "_"
         names[placeholder] = name
     return names
@@ -91,7 +99,7 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
     lines = ["    params = {"]
     for placeholder, param in {**program.params, **rank.unused}.items():
         node = nodes.get(placeholder)
-        layout = node.meta.get("stored", node.meta["layouts"][0]) if node is not None else (R, R)
+        layout = stored_layout(node) if node is not None else (R, R)
         sync = node.meta.get("sync", ()) if node is not None else ()
         parts = [literal(param.names), literal(param.shape), f'"{format_layout(layout)}"', literal(param.dtype), str(param.requires_grad)]
         if sync:
@@ -101,6 +109,8 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
             parts.append(f'kind="{param.kind}"')
         if not param.persistent:
             parts.append("persistent=False")
+        if node is not None and node.meta.get("zero"):
+            parts.append(f"zero={node.meta['zero']}")
         lines.append(f'        "{names[placeholder]}": rt.Param({", ".join(parts)}),')
     lines.append("    }")
     lines += _declare_inputs(rank, nodes)
@@ -134,7 +144,7 @@ def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
     for label, values in (("receives", rank.stage.receives), ("sends", rank.stage.sends)):
         if values:
             items = (where[v].meta for v in values)
-            texts = [f"rt.Value({literal(tuple(m['val'].shape))}, {literal(m['val'].dtype)}, {bool(m.get('grad'))})" for m in items]
+            texts = [f"rt.Value({literal(tuple(m['val'].shape))}, {literal(m['val'].dtype)}, {m['trained']})" for m in items]
             lines.append(f"    {label} = ({', '.join(texts)},)")
     used = [e for e in rank.extras if e.name in nodes]
     if used:
@@ -178,7 +188,7 @@ def _prologue(rank: RankProgram, names: dict[str, str]) -> list[str]:
             node.meta["expr"] = f"self.{names[node.name]}"
         elif node.name in read:
             node.meta["expr"] = f"whole_{node.name}"
-    lines += _body(program, needed, comments=False)
+    lines += _body([_item(node, comments=False) for node in program.ops if node in needed], set(), comments=False)
     items = ", ".join(f'"{name}": {literal(leaf)}' for name, leaf in leaves.items())
     return [*lines, f"        return {{{items}}}"]
 
@@ -202,28 +212,67 @@ def _forward(rank: RankProgram, names: dict[str, str]) -> list[str]:
         if node.op == "placeholder" and node.name in program.params:
             node.meta["expr"] = f"self.{names[node.name]}"
     results = [x for x in program.leaves if isinstance(x, fx.Node)]
-    lines += _body(program, None, comments=True)
+    regions, items = [], []
+    for number, run in groupby(program.ops, lambda node: node.meta.get("region")):
+        run = list(run)
+        if number is None or not any(node.meta.get("grad") for node in run):
+            items += [_item(node, comments=True) for node in run]
+        else:
+            method, call = _region(program, run)
+            regions += ["", *method]
+            items.append(call)
+    lines += _body(items, set(program.output.all_input_nodes), comments=True)
     inner = ", ".join(literal(x) for x in results)
-    return [*lines, f"        return ({inner},)"]
+    return [*lines, f"        return ({inner},)", *regions]
 
 
-def _body(program: Program, only: set[fx.Node] | None, comments: bool) -> list[str]:
-    nodes = [n for n in program.ops if only is None or n in only]
-    last_use = {x: n for n in [*nodes, program.output] for x in n.all_input_nodes}
-    keep = set(program.output.all_input_nodes)
+@dataclass
+class _Item:
+    """One statement: its text, the module it belongs to, and the values that it makes and reads."""
+
+    text: str
+    module: str
+    makes: list[fx.Node]
+    reads: set[fx.Node]
+
+
+def _item(node: fx.Node, comments: bool) -> _Item:
+    return _Item(_line(node, comments), node.meta.get("module", ""), [node], set(node.all_input_nodes))
+
+
+def _region(program: Program, run: list[fx.Node]) -> tuple[list[str], _Item]:
+    """A method of its own for some ops that follow each other, and the call that computes it again in backward."""
+    inside = set(run)
+    reads = dict.fromkeys(x for node in run for x in node.all_input_nodes if x not in inside and x.name not in program.params)
+    makes = [node for node in run if any(user not in inside for user in node.users)]
+    paths = [node.meta["module"].split(".") for node in run if node.meta.get("module")]
+    module = ".".join(os.path.commonprefix(paths))
+    name = f"layer_{run[0].meta['region']}"
+    results = ", ".join(node.name for node in makes)
+    arguments = [x.name for x in reads]
+    method = [
+        f"    def {name}({', '.join(['self', *arguments])}):",
+        *_body([_item(node, comments=True) for node in run], set(makes), comments=True),
+        f"        return {results}",
+    ]
+    call = f"        {results} = rt.recompute({', '.join([f'self.{name}', *arguments])})  # computed again in backward"
+    return method, _Item(call, module, makes, set(reads))
+
+
+def _body(items: list[_Item], keep: set[fx.Node], comments: bool) -> list[str]:
+    """Statements under the paths of their modules. What nothing reads any more is deleted where a module ends."""
+    last_use = {x: i for i, item in enumerate(items) for x in item.reads}
     lines: list[str] = []
     module, alive = None, []
-    for i, node in enumerate(nodes):
-        here = node.meta.get("module", "")
+    for i, item in enumerate(items):
+        here = item.module
         if comments and here != module:
-            lines.append(f"        # {here or 'outside of any module'}")
+            lines.append(f"        # {here or 'the model itself'}")
             module = here
-        lines.append(_line(node, comments))
-        alive.append(node)
-        ends = i + 1 == len(nodes) or nodes[i + 1].meta.get("module", "") != here
-        if comments and ends and i + 1 < len(nodes):
-            done = set(nodes[: i + 1])
-            dead = [n for n in alive if n not in keep and last_use.get(n) in done and not isinstance(n.meta["val"], (tuple, list))]
+        lines.append(item.text)
+        alive += item.makes
+        if comments and i + 1 < len(items) and items[i + 1].module != here:
+            dead = [n for n in alive if n not in keep and last_use.get(n, i + 1) <= i and not isinstance(n.meta["val"], (tuple, list))]
             if dead:
                 lines.append(f"        del {', '.join(n.name for n in dead)}")
                 gone = set(dead)
@@ -238,7 +287,8 @@ def _line(node: fx.Node, comments: bool) -> str:
     if not comments:
         return text
     if node.target is ops.convert:
-        note = f"{conversion_comment(node.args[1])}; for {node.meta['wanted_by']}"
+        again = ", and again in backward" if node.args[0].meta.get("zero") == 3 and node.args[2] == "data" else ""
+        note = f"{conversion_comment(node.args[1], again)}; for {node.meta['wanted_by']}"
     else:
         layouts = node.meta.get("layouts")
         if not layouts or all(p == R for layout in layouts for p in layout):

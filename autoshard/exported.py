@@ -20,6 +20,9 @@ aten = torch.ops.aten
 OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
 
+TAKEN = ("self", "torch", "F", "rt")
+"""Names that mean something in emitted code."""
+
 Built = tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node], tuple[str, ...]]
 """A graph, the placeholders of the params that it reads, those of its inputs by name, and the buffers that forward changes."""
 
@@ -177,7 +180,8 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
     inputs: dict[str, fx.Node] = {}
 
     def placeholder(name: str, like: fx.Node) -> fx.Node:
-        node = graph.placeholder(re.sub(r"\W", "_", name))
+        name = re.sub(r"\W", "_", name)
+        node = graph.placeholder(f"{name}_" if name in TAKEN else name)
         node.meta["val"] = plain(like.meta["val"], like.meta["val"].fake_mode)
         return node
 

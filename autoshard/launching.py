@@ -130,8 +130,9 @@ def _weights(model: nn.Module, captured: Captured) -> dict[str, torch.Tensor]:
 class Deferred(nn.Module):
     """A model that is traced and planned at its first call, on that call's batch."""
 
-    def __init__(self, build: Callable[[Any], Sharded]):
+    def __init__(self, training: bool, build: Callable[[Any], Sharded]):
         super().__init__()
+        self.training = training
         self._build = build
         self.sharded: Sharded | None = None
 
@@ -139,7 +140,7 @@ class Deferred(nn.Module):
         if self.sharded is None:
             if args and kwargs:
                 raise RunError("the first call of a compiled model takes either positional or keyword arguments, not both")
-            self.sharded = self._build(kwargs or args)
+            self.sharded = self._build(kwargs or args).train(self.training)
         return self.sharded(*args, **kwargs)
 
     def __getattr__(self, name: str):

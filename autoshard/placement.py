@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 from autoshard.errors import PlacementError
 
@@ -275,3 +276,22 @@ def step_arguments(step: Step, shape: tuple[int, ...], sizes: tuple[int, ...], c
         undone = step.before[: step.axis] + (R,) + step.before[step.axis + 1 :]
         size = local_shape(shape, undone, sizes, coords)[step.src.dim]
     return f"{seen(step.before)} -> {seen(step.after)}", size
+
+
+def cut_over_data(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Layout | None:
+    """The layout (data, tensor) of a weight, whole along data in ``layout``, once it is cut along data too; None if no dim can be.
+
+    The dim whose pieces are the most even is taken, the first among equals. Of a dim that the tensor axis cuts already, each of its pieces
+    is cut: ``[R, S(0)]`` on sizes (2, 4) becomes ``[S(0/4), S(0)]``.
+    """
+    best: tuple[int, Layout] | None = None
+    for dim in range(len(shape)):
+        inner = layout[1]
+        cut = S(dim, inner.blocks * sizes[1]) if inner.is_shard and inner.dim == dim else S(dim)
+        after = (cut, inner)
+        if sizes[0] == 1 or not legal(after, shape, sizes) or len(route(after, layout, shape, sizes, False) or ()) != 1:
+            continue
+        fullest = prod(local_shape(shape, after, sizes, (0,) * len(sizes)))
+        if best is None or fullest < best[0]:
+            best = (fullest, after)
+    return best[1] if best is not None else None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from dataclasses import replace
 from math import prod
 
 from torch import fx
 
 from autoshard import ops
 from autoshard.cluster import Cluster
-from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send
-from autoshard.cost.compute import op_costs, optimizer_seconds
+from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, weight_sync
+from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs
 from autoshard.cost.memory import in_flight, rank_memory, saved_bytes, state_bytes, transient_bytes
 from autoshard.cost.pipeline import bubble_share, step_seconds
 from autoshard.errors import InfeasibleError
@@ -22,7 +23,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import crossing
 from autoshard.placement import R, format_layout, local_shape
 from autoshard.planning.plan import CollectiveRow, OpRow, Plan, StageRow
-from autoshard.program import Program, is_getitem, operands, tensors
+from autoshard.program import Program, is_getitem, operands, stored_layout, tensors
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, Strategy
 
@@ -30,7 +31,7 @@ from autoshard.rules.notation import Choice, Strategy
 def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     """Fill in the predictions of ``plan`` from its converted ``program`` (of one micro-batch)."""
     mesh = plan.mesh
-    costs: dict[int, list] = defaultdict(list)
+    costs: dict[tuple[int, int | None], list] = defaultdict(list)  # by stage and region
     plan.ops, plan.collectives = [], []
     per_stage = {s: {"compute": 0.0, "data": 0.0, "tensor": 0.0} for s in range(mesh.pipeline)}
     whole_seconds = 0.0
@@ -39,7 +40,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             continue
         stage = node.meta["stage"]
         if node.target is ops.convert:
-            for step in _steps(node, mesh, cluster):
+            for step in _steps(node, mesh, cluster) + _again(node, program, mesh, cluster):
                 per_stage[stage][step.axis] += step.seconds
                 if not step.local:
                     taken = node.meta["step"]
@@ -49,8 +50,8 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             continue
         strategy, rule = node.meta["strategy"], rule_for(node)
         cost = op_costs(node, rule, (strategy,), mesh.sizes, cluster)[0]
-        costs[stage].append(cost)
-        per_stage[stage]["compute"] += cost.forward + cost.backward
+        costs[stage, node.meta.get("region")].append(cost)
+        per_stage[stage]["compute"] += cost.forward * (2 if "region" in node.meta else 1) + cost.backward
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
         for step in kernel_steps(strategy, itemsize, mesh, cluster):
             per_stage[stage][step.axis] += step.seconds
@@ -78,7 +79,7 @@ def _op_row(node: fx.Node, program: Program, cost) -> OpRow:
         while source.target is ops.convert:
             source = source.args[0]
         if source.name in program.params:
-            weights[program.params[source.name].name] = format_layout(source.meta.get("stored", source.meta["layouts"][0]))
+            weights[program.params[source.name].name] = format_layout(stored_layout(source))
     return OpRow(
         node=node.name,
         op=str(node.target).rsplit(".", 1)[0],
@@ -109,6 +110,16 @@ def _steps(node: fx.Node, mesh: Mesh, cluster: Cluster):
     return conversion_steps(step.before, step.after, tuple(val.shape), val.element_size(), mesh, cluster, bool(node.meta.get("grad"))) or ()
 
 
+def _again(node: fx.Node, program: Program, mesh: Mesh, cluster: Cluster):
+    """What backward runs again of a conversion's forward: of one in a region all, of a gathered weight what an op's backward reads."""
+    kept = node.args[0].meta.get("zero") == 3 and any(
+        user.target is ops.convert or i in rule_for(user).saved for user in node.users for i, x in enumerate(operands(user)) if x is node
+    )
+    if "region" not in node.meta and not kept:
+        return ()
+    return tuple(replace(step, direction="backward") for step in _steps(node, mesh, cluster) if step.direction == "forward")
+
+
 def _sends(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster) -> None:
     """Rows of what crosses the cuts; the sender is charged forward, the receiver backward."""
     if mesh.pipeline == 1:
@@ -134,38 +145,37 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
     for s in range(mesh.pipeline):
         here = [n for n, stages in users.items() if s in stages]
         states, elements = [], 0
-        buckets: dict[tuple[str, ...], float] = defaultdict(float)
-        names: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        buckets: dict[tuple[int, tuple[str, ...], bool], float] = defaultdict(float)
+        names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
         trained = 0
         for node in here:
             param = program.params[node.name]
-            layout = node.meta.get("stored", node.meta["layouts"][0])
-            held = prod(local_shape(param.shape, layout, mesh.sizes, (0, 0)))
+            layout, zero = stored_layout(node), node.meta.get("zero", 0)
+            piece = prod(local_shape(param.shape, layout, mesh.sizes, (0, 0)))
+            whole = prod(local_shape(param.shape, (R, layout[1]), mesh.sizes, (0, 0))) if zero else piece
+            held = piece if zero == 3 else whole
             size = node.meta["val"].element_size()
-            states.append(state_bytes(held, size, trainable=param.requires_grad))
+            states.append(state_bytes(whole, size, zero=zero, ranks=whole / piece, trainable=param.requires_grad))
             elements += held
             plan.params[param.name] = format_layout(layout)
             if param.requires_grad:
-                trained += held
-                axes = tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1)
-                if len(users[node]) > 1:
-                    axes = (*axes, "pipeline")
-                if axes:
-                    buckets[axes] += held * size
-                    names[axes].append(param.name)
+                trained += piece
+                key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), len(users[node]) > 1
+                buckets[key] += held * size
+                names[key].append(param.name)
         seconds = optimizer_seconds(trained, cluster.device)
-        for axes, nbytes in buckets.items():
-            inner = tuple(a for a in axes if a != "pipeline")
-            for group in filter(None, (inner, ("pipeline",) if "pipeline" in axes else ())):
-                sync = gradient_sync(nbytes, group, mesh, cluster)
+        for (zero, axes, tied), nbytes in buckets.items():
+            syncs = weight_sync(nbytes, axes, zero, mesh, cluster)
+            if tied:
+                syncs += (gradient_sync(nbytes / (mesh.data if zero in (1, 2) else 1), ("pipeline",), mesh, cluster),)
+            for sync in syncs:
                 seconds += sync.seconds
-                count = len(names[axes])
-                why = f"gradients of {names[axes][0]}" + (f" and {count - 1} more" if count > 1 else "")
-                plan.collectives.append(
-                    CollectiveRow(sync.kind, sync.axis, "gradients", "", "", why, "step", s, sync.nbytes, sync.seconds, 1)
-                )
+                first, *more = names[zero, axes, tied]
+                what = "gradients" if sync.direction == "backward" else "weights"
+                why = f"{what} of {first}" + (f" and {len(more)} more" if more else "")
+                plan.collectives.append(CollectiveRow(sync.kind, sync.axis, what, "", "", why, "step", s, sync.nbytes, sync.seconds, 1))
         flight = in_flight(plan.microbatches, mesh.pipeline, s)
-        activations, transient = saved_bytes(costs[s]), transient_bytes(costs[s])
+        activations, transient = _activations(program, costs, s, mesh)
         ops_here = [op for op in plan.ops if op.stage == s]
         named = [op.module for op in ops_here if op.module]
         plan.stage_rows.append(
@@ -183,6 +193,27 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
         )
         once.append(seconds)
     return once
+
+
+def _activations(program: Program, costs, stage: int, mesh: Mesh) -> tuple[float, float]:
+    """(bytes saved for backward, bytes that come and go), one micro-batch, on a rank of a stage.
+
+    Of a region its inputs are saved, and what its ops save comes and goes. So do weights that are gathered to be read.
+    """
+    everything = [cost for (s, _), found in costs.items() if s == stage for cost in found]
+    regions: dict[int, list[fx.Node]] = defaultdict(list)
+    gathered: dict[str, float] = {}
+    for node in program.ops:
+        if node.meta.get("stage") == stage and "region" in node.meta:
+            regions[node.meta["region"]].append(node)
+        if node.target is ops.convert and node.args[0].meta.get("zero") == 3:
+            elements = prod(local_shape(tuple(node.meta["val"].shape), node.meta["layouts"][0], mesh.sizes, (0, 0)))
+            gathered[node.name] = elements * node.meta["val"].element_size() if node.meta["stage"] == stage else 0.0
+    kept = {at: nbytes for cost in costs[stage, None] for at, nbytes in cost.saved if at[0] not in gathered}
+    for nodes in regions.values():
+        kept.update(region_inputs(nodes, mesh.sizes))
+    busiest = max((saved_bytes(costs[stage, region]) for region in regions), default=0.0)
+    return sum(kept.values()), max(transient_bytes(everything), busiest) + max(gathered.values(), default=0.0)
 
 
 def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, once, whole_seconds: float, program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -22,7 +23,7 @@ def literal(arg) -> str:
         if isinstance(arg, tuple):
             return f"({inner},)" if len(arg) == 1 else f"({inner})"
         return f"[{inner}]"
-    if isinstance(arg, float) and arg in (float("inf"), float("-inf")):
+    if isinstance(arg, float) and not math.isfinite(arg):
         return f'float("{arg}")'
     if isinstance(arg, torch.device):
         return "self.device"
@@ -123,6 +124,8 @@ def _index(x, indices):
 
 def _convert(x, text, axis, size):
     rest = "" if size is None else f", size={size}"
+    if x.meta.get("zero") == 3 and axis == "data":
+        return f'self.gather({literal(x)}, "{text}", self.data{rest})'
     return f'rt.convert({literal(x)}, "{text}", self.{axis}{rest})'
 
 
@@ -252,9 +255,9 @@ def _takes_device(target) -> bool:
     return schema is not None and any(a.name == "device" for a in schema.arguments)
 
 
-def conversion_comment(text: str) -> str:
-    """``P -> R`` as ``all-reduce; backward: nothing``."""
+def conversion_comment(text: str, note: str = "") -> str:
+    """``P -> R`` as ``all-reduce; backward: nothing``; ``note`` goes behind what runs forward."""
     src, dst = map(parse_placement, text.split(" -> "))
     cell = CONVERSIONS[src.kind, dst.kind]
     words = [w.replace("_", "-").replace("none", "nothing") for w in (cell.forward, cell.backward)]
-    return f"{words[0]}; backward: {words[1]}"
+    return f"{words[0]}{note}; backward: {words[1]}"

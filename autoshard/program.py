@@ -7,6 +7,8 @@ Facts live in ``node.meta``:
     strategy  autoshard.rules.Strategy, from the plan
     layouts   tuple of Layout, one per tensor result
     stage     pipeline stage
+    zero      ZeRO level of a parameter, from 1 on; piece: the layout of what its optimizer updates
+    region    number of the region, computed again in backward, that an op is in
     module    module path, "transformer.h.0.attn"
     cut_along axes over which the random numbers of an op that draws them are cut, after LOCAL
     source    the user's own line, "modeling_gpt2.py:187: query_states, ... = self.c_attn(...)"
@@ -22,6 +24,7 @@ import torch
 from torch import fx
 
 from autoshard.mesh import Mesh
+from autoshard.placement import Layout
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,11 @@ def draws(node: fx.Node) -> bool:
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
+
+
+def stored_layout(node: fx.Node) -> Layout:
+    """How a rank holds a parameter, buffer or input; of a parameter under ZeRO, what its optimizer updates."""
+    return node.meta.get("piece") or node.meta.get("stored") or node.meta["layouts"][0]
 
 
 def where(node: fx.Node) -> str:

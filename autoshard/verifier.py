@@ -63,7 +63,7 @@ def verify(
         timeout: seconds until everything is ended and an error raised.
         backend: "processes" (gloo, one thread each), as on a cluster; or "local", all ranks in lockstep inside this process: the same
             programs and comparisons in a fraction of the time, but no process group, and a plain schedule in place of the pipeline's.
-        options: for ``autoshard.plan``: cluster, memory, microbatches, pin.
+        options: for ``autoshard.plan``: cluster, memory, microbatches, pin, zero, recompute.
 
     Raises:
         AutoshardError: the model can't be planned, or a rank failed (the error says which, and where); all processes have ended by then.

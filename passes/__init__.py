@@ -17,17 +17,21 @@ import time
 
 from autoshard.logs import logger
 from autoshard.passes.canonicalize import canonicalize
+from autoshard.passes.checkpoint_regions import checkpoint_regions
 from autoshard.passes.cut_stages import cut_stages
 from autoshard.passes.insert_conversions import insert_conversions
 from autoshard.passes.levels import check, dump, programs, show
 from autoshard.passes.localize import localize
 from autoshard.passes.microbatch import microbatch
+from autoshard.passes.zero import zero
 
 PIPELINE = (
     ("canonicalize", canonicalize, "CANONICAL"),
     ("microbatch", microbatch, "CANONICAL"),
     # here the planner decides: PLANNED
+    ("zero", zero, "PLANNED"),
     ("insert_conversions", insert_conversions, "CONVERTED"),
+    ("checkpoint_regions", checkpoint_regions, "CONVERTED"),
     ("cut_stages", cut_stages, "STAGED"),
     ("localize", localize, "LOCAL"),
 )

@@ -82,11 +82,24 @@ def cut_stages(program: Program) -> list[Stage]:
         if is_getitem(node):
             stage_of[node] = stage_of[node.args[0]]
     cuts = crossing(program, stage_of, stages)
-    pure = pure_nodes(program)
-    return [_stage(program, s, stages, stage_of, cuts, pure) for s in range(stages)]
+    pure, trained = pure_nodes(program), _trained(program)
+    return [_stage(program, s, stages, stage_of, cuts, pure, trained) for s in range(stages)]
 
 
-def _stage(program: Program, index: int, stages: int, stage_of, cuts, pure) -> Stage:
+def _trained(program: Program) -> set[fx.Node]:
+    """Values that the loss sends a gradient to. Others may require one (an output beside the loss), but none ever comes: their
+    parameters must be left without a gradient, not be given zeros."""
+    found: set[fx.Node] = set()
+    todo = [] if program.loss is None else [program.leaves[program.loss]]
+    while todo:
+        node = todo.pop()
+        if node not in found and node.meta.get("grad"):
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _stage(program: Program, index: int, stages: int, stage_of, cuts, pure, trained) -> Stage:
     graph = fx.Graph()
     received = cuts[index - 1] if index else []
     sent = cuts[index] if index < stages - 1 else []
@@ -110,13 +123,13 @@ def _stage(program: Program, index: int, stages: int, stage_of, cuts, pure) -> S
     built: dict[fx.Node, fx.Node] = {}
     for node in received:
         built[node] = graph.placeholder(node.name)
-        built[node].meta = copy.copy(node.meta)
+        built[node].meta = {**node.meta, "trained": node in trained}
     for node in program.graph.nodes:
         if node not in needed or node in built or node.op == "output":
             continue
         assert node.op == "placeholder" or node in pure or stage_of[node] == index, f"{node} of stage {stage_of[node]} is needed in {index}"
         built[node] = graph.node_copy(node, lambda n: built[n])
-        built[node].meta = copy.copy(node.meta)
+        built[node].meta = {**node.meta, "trained": node in trained}
     if index < stages - 1:
         output = graph.output([built[n] for n in sent])
     else:

@@ -13,8 +13,9 @@ after::
     linear_1_r = convert(P -> R, tensor)  # [R, R]
     gelu = aten.gelu(linear_1_r)          # [R, R]
 
-A conversion is inserted once per value and pipeline stage, before its first consumer. An axis along which a weight is whole and every use
-of it wants R* needs no conversion in the graph: its gradient is summed once a step (``meta["sync"]``).
+A conversion is inserted once per value and pipeline stage, before its first consumer; of a weight of ZeRO level 3 once per consumer, so
+that no whole copy is kept from one to the next. An axis along which a weight is whole and every use of it wants R* needs no conversion in
+the graph: its gradient is summed once a step (``meta["sync"]``).
 """
 
 from __future__ import annotations
@@ -102,13 +103,15 @@ def _converted(program: Program, operand: fx.Node, wanted: Layout, consumer: fx.
     stage = consumer.meta.get("stage", 0)
     current = operand
     for step in steps:
-        key = (operand, step.after, stage)
+        key = (operand, step.after, stage, consumer if operand.meta.get("zero") == 3 else None)
         if key not in done:
             with program.graph.inserting_before(consumer):
                 axis = SHARDED_AXES[step.axis]
                 call = (current, f"{step.src} -> {step.dst}", axis, 0)
                 new = program.graph.create_node("call_function", ops.convert, call, name=_name(operand, step))
             new.meta = {k: v for k, v in operand.meta.items() if k in ("val", "grad", "module", "source", "time")}
+            if operand.op == "placeholder":  # weights and inputs belong where they are read
+                new.meta.update({k: v for k, v in consumer.meta.items() if k in ("module", "source")})
             new.meta.update(layouts=(step.after,), step=step, stage=stage, of=operand.name, wanted_by=consumer.name)
             done[key] = new
         current = done[key]

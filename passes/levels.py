@@ -51,6 +51,12 @@ def _canonical(program: Program) -> None:
             raise PlanError("a node has no shape", where=where(node))
 
 
+def _planned(program: Program) -> None:
+    for node in program.ops:
+        if not is_getitem(node) and not ("strategy" in node.meta and "layouts" in node.meta and "stage" in node.meta):
+            raise PlanError("an op has no strategy", where=where(node))
+
+
 def _converted(program: Program) -> None:
     """Every operand lies as its op demands."""
     for node in program.ops:
@@ -77,7 +83,7 @@ def _local(program: Program) -> None:
             raise PlanError(f"a conversion has no text: {node.args}", where=where(node))
 
 
-CHECKS = {"CANONICAL": _canonical, "CONVERTED": _converted, "STAGED": _converted, "LOCAL": _local}
+CHECKS = {"CANONICAL": _canonical, "PLANNED": _planned, "CONVERTED": _converted, "STAGED": _converted, "LOCAL": _local}
 
 
 def show(program: Program) -> str:
@@ -93,6 +99,8 @@ def show(program: Program) -> str:
             notes.append(node.meta["strategy"].name)
         if "stage" in node.meta and node.op != "output" and program.mesh.pipeline > 1:
             notes.append(f"stage {node.meta['stage']}")
+        if "region" in node.meta:
+            notes.append(f"region {node.meta['region']}")
         if node.op == "placeholder":
             text = f"{node.name} = placeholder"
         elif node.op == "output":

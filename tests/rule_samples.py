@@ -27,6 +27,15 @@ def z(*shape: int) -> torch.Tensor:
     return torch.complex(f(*shape), f(*shape))
 
 
+def square(*shape: int) -> torch.Tensor:
+    """Matrices that are easy to invert."""
+    return f(*shape, shape[-1]) / 4 + torch.diag(torch.arange(1.0, shape[-1] + 1)).double()
+
+
+def symmetric(*shape: int) -> torch.Tensor:
+    return square(*shape) + square(*shape).mT
+
+
 def permutation(*shape: int) -> torch.Tensor:
     """Distinct indices along dim 0."""
     return torch.stack([torch.randperm(shape[0]) for _ in range(max(1, torch.Size(shape[1:]).numel()))], 1).reshape(shape)
@@ -125,6 +134,7 @@ SAMPLES = {
         "repeat_interleave.self_int": [
             (f(4, 6), 2, 0), (f(4, 6), 2), (f(4, 6), 2, 1, {"output_size": 12}), (f(4, 1), 3, 1), (f(4, 6), 1, 0),
         ],
+        "unfold": [(f(5, 6, 4), 1, 3, 2), (f(5, 6), -1, 2, 1)],
         "diagonal": [(f(4, 5, 6), 0, 1, 2)],
         "diag_embed": [(f(4, 6),)],
         "view_as_real": [(z(5, 6),)],
@@ -226,11 +236,14 @@ SAMPLES = {
         "layer_norm": [(f(4, 5, 6), [6], f(6), f(6)), (f(4, 5, 6), [5, 6], None, f(5, 6)), (f(5, 6), [6])],
         "native_layer_norm": [(f(4, 5, 6), [6], f(6), f(6), 1e-5)],
         "rms_norm": [(f(4, 5, 6), [6], f(6)), (f(5, 6), [6])],
+        "_fused_rms_norm": [(f(4, 5, 6), [6], f(6), 1e-5)],
+        "_weight_norm _weight_norm_interface": [(f(6, 5), f(6, 1)), (f(6, 4, 3), f(6, 1, 1), 0)],
         "group_norm": [(f(5, 6, 4), 3, f(6), f(6)), (f(4, 6), 2), (f(4, 6, 3), 6, f(6), f(6)), (f(4, 6, 3), 1, f(6))],
         "batch_norm": [
             (f(6, 4, 3), f(4), f(4), f(4), f(4), False, 0.1, 1e-5, False), (f(6, 4), f(4), f(4), None, None, True, 0.1, 1e-5, False),
             (f(6, 4), None, None, f(4), f(4), False, 0.1, 1e-5, False),
         ],
+        "native_batch_norm": [(f(6, 4, 3), f(4), f(4), None, None, True, 0.1, 1e-5), (f(6, 4), None, None, None, None, True, 0.1, 1e-5)],
         "_native_batch_norm_legit_functional": [(f(6, 4, 3), f(4), f(4), f(4), f(4), True, 0.1, 1e-5)],
         "_native_batch_norm_legit_no_training": [(f(6, 4, 3), f(4), f(4), f(4), f(4), 0.1, 1e-5)],
         "instance_norm": [
@@ -262,6 +275,17 @@ SAMPLES = {
         "one_hot": [(i(4, 5, 6), 4)],
         "bucketize.Tensor": [(f(5, 6), f(4).sort()[0])],
         "searchsorted.Tensor": [(f(5, 4).sort()[0], f(5, 6)), (f(4).sort()[0], f(5, 6))],
+        "scatter_reduce.two": [
+            (f(6, 5), 0, i(6, 4, 5), f(4, 5), "sum"), (f(6, 5), 0, i(6, 4, 5), f(4, 5), "sum", {"include_self": False}),
+            (f(6, 5), 1, i(5, 6, 4), f(6, 4), "amax"), (f(6, 5), 0, i(6, 4, 5), f(4, 5), "mean"),
+            (i(9, 6, 5), 0, i(6, 3, 5), i(9, 4, 5), "prod"),
+        ],
+        "index_reduce": [(f(5, 6), 0, i(5, 4), f(4, 6), r) for r in ("mean", "amin", "prod")],
+        "isin.Tensor_Tensor": [(i(9, 5, 6), i(9, 4))],
+        "masked_scatter": [(f(5, 6), b(5, 6), f(30))],
+        "take": [(f(5, 6), i(30, 4))],
+        "put": [(f(5, 6), torch.randperm(30)[:4], f(4))],
+        "segment_reduce": [(f(6), "sum", {"lengths": torch.tensor([2, 4])})],
         "bincount": [(i(4, 6), None, 4)],
     }),
     # losses
@@ -280,6 +304,12 @@ SAMPLES = {
         "hinge_embedding_loss": [(f(5, 6), torch.ones(5, 6), 1.0, r) for r in range(3)],
         "cosine_embedding_loss": [(f(5, 6), f(5, 6), torch.ones(5), 0.1, r) for r in range(3)],
         "triplet_margin_loss": [(f(5, 6), f(5, 6), f(5, 6), 1.0, 2.0, 1e-6, False, r) for r in range(3)],
+        "multi_margin_loss": [(f(5, 6), i(6, 5), 1, 1, f(6), r) for r in range(3)],
+        "multilabel_margin_loss": [(f(5, 6), i(6, 5, 6), r) for r in range(3)],
+        "ctc_loss.Tensor": [
+            (f(7, 5, 6).log_softmax(-1), i(5, 5, 3) + 1, torch.full((5,), 7), torch.tensor([3, 2, 3, 1, 2]), 0, r) for r in range(3)
+        ],
+        "ctc_loss.IntList": [(f(7, 2, 6).log_softmax(-1), i(5, 2, 3) + 1, [7, 7], [3, 2])],
         "cdist": [(f(3, 5, 4), f(3, 6, 4)), (f(5, 4), f(6, 4))],
         "pairwise_distance": [(f(5, 6), f(5, 6)), (f(4, 5, 6), f(6), 2.0, 1e-6, True)],
         "cosine_similarity": [(f(5, 6), f(5, 6)), (f(4, 5, 6), f(5, 1), 1)],
@@ -289,6 +319,31 @@ SAMPLES = {
     }),
     aten("binary_cross_entropy"): [(f(5, 6), f(5, 6), f(6), r) for r in range(3)],
     aten("binary_cross_entropy_with_logits"): [(f(5, 6), f(5, 6), f(5, 1), f(6), r) for r in range(3)],
+    # linear algebra and Fourier transforms
+    **table({
+        "inverse linalg_inv matrix_exp linalg_matrix_exp linalg_det det logdet linalg_slogdet slogdet linalg_svdvals linalg_svd linalg_qr "
+        "linalg_lu linalg_pinv.atol_rtol_float": [(square(5, 4),), (square(2, 3, 4),)],
+        "linalg_matrix_power matrix_power": [(square(5, 4), 2)],
+        "linalg_pinv": [(square(5, 4), 1e-9)],
+        "linalg_cholesky cholesky linalg_eigh linalg_eigvalsh": [(symmetric(5, 4),)],
+        "linalg_solve": [(square(5, 4), f(5, 4, 6)), (square(5, 4), f(5, 4)), (square(5, 4), f(5, 6, 4), {"left": False})],
+        "linalg_solve_triangular": [
+            (square(5, 4).triu(), f(5, 4, 6), {"upper": True}), (square(4).triu(), f(5, 6, 4), {"upper": True, "left": False}),
+        ],
+        "cholesky_solve": [(f(5, 4, 6), square(5, 4).tril())],
+        "triangular_solve": [(f(5, 4, 6), square(5, 4).triu())],
+        "fft_fft fft_ifft": [(z(5, 6),), (z(5, 6), 4, 0)],
+        "fft_rfft fft_ihfft": [(f(5, 6),), (f(5, 6), 4, 0)],
+        "fft_irfft fft_hfft": [(z(5, 6),), (z(5, 6), 4, 0)],
+        "fft_fft2 fft_ifft2": [(z(4, 5, 6),)],
+        "fft_rfft2": [(f(4, 5, 6),)],
+        "fft_irfft2": [(z(4, 5, 6),)],
+        "fft_fftn fft_ifftn": [(z(4, 5, 6),), (z(4, 5, 6), [3]), (z(4, 5, 6), None, [0, 2])],
+        "fft_rfftn": [(f(4, 5, 6), None, [1])],
+        "fft_irfftn": [(z(4, 5, 6), None, [1])],
+        "fft_fftshift fft_ifftshift": [(f(5, 6), [1]), (f(5, 6),)],
+        "kron": [(f(4, 5), f(6, 4)), (f(6), f(4, 6))],
+    }),
     # recurrent layers
     **table({
         "lstm.input": [
@@ -334,6 +389,12 @@ SAMPLES = {
         "adaptive_max_pool1d adaptive_avg_pool1d": [(f(5, 4, 6), [2])],
         "adaptive_max_pool2d adaptive_avg_pool2d": [(f(5, 4, 6, 6), [2, 1])],
         "adaptive_max_pool3d adaptive_avg_pool3d": [(f(5, 4, 4, 4, 4), [2, 1, 2])],
+        "pixel_unshuffle": [(f(3, 4, 6, 4), 2), (f(4, 3, 3), 1)],
+        "channel_shuffle": [(f(5, 6, 2, 2), 3)],
+        "grid_sampler": [(f(5, 4, 6, 6), f(5, 3, 2, 2), 0, 0, False), (f(2, 4, 3, 3, 3), f(2, 2, 2, 2, 3), 0, 0, True)],
+        "im2col": [(f(5, 4, 6, 6), [2, 2], [1, 1], [0, 0], [2, 2]), (f(4, 6, 6), [3, 2], [1, 1], [1, 0], [1, 1])],
+        "col2im": [(f(5, 16, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]), (f(16, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2])],
+        "affine_grid_generator": [(f(5, 2, 3), [5, 4, 3, 3], False)],
         "upsample_nearest1d": [(f(5, 4, 6), [9])],
         "upsample_nearest1d.vec": [(f(5, 4, 6), [9], None)],
         "upsample_linear1d": [(f(5, 4, 6), [9], False)],
@@ -395,7 +456,7 @@ NO_BACKWARD = {aten(*name.split(".")) for name in (
 
 FROZEN = {
     "running_mean", "running_var", "pos_weight", "soft_margin_loss.target", "nll_loss.weight", "nll_loss_nd.weight", "nll_loss2d.weight",
-    "cross_entropy_loss.weight", "binary_cross_entropy.weight", "binary_cross_entropy_with_logits.weight",
+    "cross_entropy_loss.weight", "multi_margin_loss.weight", "binary_cross_entropy.weight", "binary_cross_entropy_with_logits.weight",
 }  # fmt: skip
 """Arguments without a derivative in torch: by name, or "op.name"."""
 

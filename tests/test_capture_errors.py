@@ -60,11 +60,15 @@ def test_failures_of_the_model_itself():
     assert "example_inputs is a int" in str(pytest.raises(CaptureError, capture, nn.Linear(4, 4), 3).value)
 
 
-def test_batch_norm_names_its_buffer_in_training_and_works_in_eval():
+def test_running_statistics():
     model = Wrapped(lambda model, x: model.norm(model.linear(x)), norm=nn.BatchNorm1d(4))
+    program = capture(model, {"x": torch.randn(3, 4)}).program
+    assert program.updates == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    assert len(program.leaves) == 4 and len(program.results) == 1
+    assert "batch_norm.default" in targets(capture(model.eval(), {"x": torch.randn(3, 4)}))
+    model = Wrapped(lambda model, x: model.norm(model.linear(x).T[None]), norm=nn.InstanceNorm1d(4, track_running_stats=True))
     with pytest.raises(CaptureError, match="forward changes the buffer 'norm.running_mean' of module 'norm'"):
         capture(model, {"x": torch.randn(3, 4)})
-    assert "batch_norm.default" in targets(capture(model.eval(), {"x": torch.randn(3, 4)}))
 
 
 def test_state_that_forward_changes():

@@ -47,7 +47,8 @@ def calls(monkeypatch):
         return lambda *args, **kwargs: seen.append((name, args, kwargs)) or result
 
     report = types.SimpleNamespace(equal=True, text=lambda: "equal", to_json=lambda: {"equal": True})
-    compiler = types.SimpleNamespace(plan=note("plan", toy_plan()), emit_folder=note("emit", [Path("code/plan.json"), Path("code/rank0.py")]))
+    files = [Path("code/plan.json"), Path("code/rank0.py")]
+    compiler = types.SimpleNamespace(plan=note("plan", toy_plan()), emit_folder=note("emit", files))
     verifier = types.SimpleNamespace(verify=note("verify", report), report=report)
     for name, module in (("compiler", compiler), ("verifier", verifier)):
         monkeypatch.setitem(sys.modules, f"autoshard.{name}", module)
@@ -81,12 +82,15 @@ def test_explain_json_is_the_plan_that_other_commands_read(calls, capsys, tmp_pa
 
 def test_flags_reach_the_planner(calls):
     pins = ["--pin", "lm_head.weight=tensor:S(0)", "--pin", "lm_head.weight=data:R", "--pin", "x=data:S(0)"]
-    flags = ["--mesh", "4,2", "--cluster", "a100-dgx", "--memory", "40GiB", "--microbatches", "8", "--recompute", "off", *pins]
+    flags = ["--mesh", "4,2", "--cluster", "a100-dgx", "--memory", "40GiB", "--microbatches", "8", "--zero", "2"]
+    flags += ["--recompute", "off", *pins]
     assert cli.main(["explain", TOY, *flags]) == 0
     kwargs = calls.seen[0][2]
     assert kwargs.pop("example_inputs")
     pin = {"lm_head.weight": {"tensor": "S(0)", "data": "R"}, "x": {"data": "S(0)"}}
-    assert kwargs == {"mesh": Mesh(4, 2, 1), "cluster": "a100-dgx", "memory": "40GiB", "microbatches": 8, "pin": pin}
+    assert kwargs == {
+        "mesh": Mesh(4, 2, 1), "cluster": "a100-dgx", "memory": "40GiB", "microbatches": 8, "zero": 2, "recompute": "off", "pin": pin
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -101,14 +105,15 @@ def test_flags_reach_the_planner(calls):
         (["--mesh", "2,1", "--microbatches", "0"], "argument --microbatches: '0' is not a positive integer"),
         (["--mesh", "2,1", "--precision", "bf16"], "--precision bf16 is not built yet"),
         (["--mesh", "2,1", "--precision", "int3"], "--precision can't be 'int3'"),
-        (["--mesh", "2,1", "--zero", "3"], "--zero 3 is not built yet"),
-        (["--mesh", "2,1", "--recompute", "on"], "--recompute on is not built yet"),
+        (["--mesh", "2,1", "--zero", "4"], "--zero can't be '4'"),
+        (["--mesh", "2,1", "--recompute", "yes"], "--recompute can't be 'yes'"),
         (["--mesh", "2,1", "--pin", "weight=S(0)"], "can't read the pin 'weight=S(0)'"),
         (["--mesh", "2,1", "--pin", "weight=pipeline:S(0)"], "can't read the pin"),
         (["--mesh", "2,1", "--pin", "weight=data:S"], "can't read the placement 'S'"),
         (["--mesh", "2,1", "--pin", "w=data:R", "--pin", "w=data:S(0)"], "w is pinned to both R and S(0) along data"),
         (["--plan", "/nowhere.json"], "can't read the plan '/nowhere.json'"),
         (["--plan", "p.json", "--memory", "1GiB"], "--memory can't change a plan that is made"),
+        (["--plan", "p.json", "--zero", "0"], "--zero can't change a plan that is made"),
     ],
 )
 def test_wrong_usage(flags, said, capsys):

@@ -97,6 +97,8 @@ def check(op, sample, sizes, blocks=None) -> int:
     found = strategies(rule, per_axis, sizes, tuple(tuple(v.shape) for v in values), tuple(wholes))
     for strategy in found:
         kernels = {kernel(rule, c): c.factor for c in strategy.choices if kernel(rule, c)}
+        if "batch_norm" in kernels:  # its backward communicates: see test_batch_norm.py
+            continue
 
         def run(coords, local, peers, strategy=strategy, kernels=kernels):
             if not coords:
@@ -329,19 +331,19 @@ def registered():
 
 
 def test_an_op_without_a_rule_is_replicated_with_one_warning():
-    op = torch.ops.aten.fft_fft.default
+    op = torch.ops.aten.cov.default
     graph = fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.rand(4, 6)
     nodes = [graph.call_function(op, (x,)) for _ in range(2)]
     for node in nodes:
-        node.meta.update(val=torch.fft.fft(x.meta["val"]), module="encoder.mixer", source="model.py:12: torch.fft.fft(x)")
+        node.meta.update(val=torch.cov(x.meta["val"]), module="encoder.mixer", source="model.py:12: torch.cov(x)")
     with pytest.warns(RuleWarning) as caught:
         rules = [rule_for(node) for node in (*nodes, nodes[0])]
     assert [str(w.message) for w in caught] == [
-        "aten::fft_fft has no sharding rule and is replicated\n"
-        "  at node 'fft_fft_default' in encoder.mixer (model.py:12: torch.fft.fft(x))\n"
-        '  hint: autoshard.register_rule("aten::fft_fft", ...) would let it be sharded'
+        "aten::cov has no sharding rule and is replicated\n"
+        "  at node 'cov_default' in encoder.mixer (model.py:12: torch.cov(x))\n"
+        '  hint: autoshard.register_rule("aten::cov", ...) would let it be sharded'
     ]
     assert all(r.fallback for r in rules)
     assert [c.name for c in choices(rules[0], 2)] == ["replicate", "defer"]

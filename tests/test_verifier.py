@@ -330,7 +330,7 @@ def test_only_gradients_that_are_all_rounding_are_absolute():
     assert not equal(torch.tensor([3e-6, -1e-9]), torch.tensor([-2e-9, 1e-9]))  # not rounding in the sharded run
     assert not equal(torch.tensor([1.001e-5, 0.0]), torch.tensor([1e-5, 0.0]))  # small, but not rounding
     assert equal(torch.tensor([1e-9, 0.0]), torch.zeros(2))
-    assert not equal(torch.tensor([1e-6, 0.0]), torch.zeros(2))
+    assert not equal(torch.tensor([3e-6, 0.0]), torch.zeros(2))
 
 
 # --- logs ---

@@ -94,6 +94,7 @@ def run_ranks(lockstep: Lockstep, mesh: Mesh, work: Callable[[World], Any], time
         AutoshardError: a rank raised it; its text says which, and in what.
         ProcessError: a rank raised anything else, or time is up.
     """
+
     def body(rank: int):
         world = local_world(lockstep, mesh, rank)
         current_world.set(world)  # of this thread
@@ -186,4 +187,3 @@ class LocalPipeline:
         x = torch.empty(value.shape, dtype=value.dtype)
         self.group.recv([x], source)
         return x
-

@@ -33,8 +33,13 @@ def precise(model: nn.Module) -> nn.Module:
 
     @functools.wraps(forward)
     def wide(self, *args, **kwargs):
-        with _Wide():
-            return forward(self, *args, **kwargs)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # of torch.ones(8) and its like
+        try:
+            with _Wide():
+                return forward(self, *args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
 
     model.forward = types.MethodType(wide, model)
     return model

@@ -130,6 +130,23 @@ def gradient_sync_seconds(nbytes: float, axes: tuple[str, ...], mesh: Mesh, clus
     return gradient_sync(nbytes, axes, mesh, cluster).seconds
 
 
+def weight_sync(nbytes: float, axes: tuple[str, ...], zero: int, mesh: Mesh, cluster: Cluster) -> tuple[Collective, ...]:
+    """What runs once a step for weights whose gradients are summed over ``axes``: nothing over axes of size 1.
+
+    nbytes: of the weights that a rank holds. zero: their ZeRO level. From 1 on ranks update pieces over data and gather the weights; from 2
+    on a rank is given the gradient of its piece alone. At level 3 nothing is left over data: the graph itself gathers and sums there.
+    """
+    cut = zero in (1, 2) and mesh.data > 1
+    if not (zero == 2 and cut and "data" in axes):
+        steps = [gradient_sync(nbytes, axes, mesh, cluster)]
+    else:
+        rest = tuple(axis for axis in axes if axis != "data")
+        steps = [_run("reduce_scatter", "data", nbytes, mesh, cluster, "backward"), gradient_sync(nbytes / mesh.data, rest, mesh, cluster)]
+    if cut:
+        steps.append(_run("all_gather", "data", nbytes, mesh, cluster, "forward"))
+    return tuple(step for step in steps if step.axis)
+
+
 def kernel_steps(strategy: Strategy, itemsize: int, mesh: Mesh, cluster: Cluster, batch_share: float = 1.0) -> tuple[Collective, ...]:
     """The collectives inside an op's own local kernel (``Choice.comms``), which no conversion shows."""
     steps = []

@@ -9,6 +9,7 @@ replicated or deferred does all of it on every rank, and pays in full.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -112,6 +113,19 @@ def storage_node(node: fx.Node) -> tuple[fx.Node, int]:
     while producer.op == "call_function" and op_kind(producer) in ALIASES:
         producer, index = result_of(operands(producer)[0])
     return producer, index
+
+
+def region_inputs(region: Collection[fx.Node], sizes: tuple[int, int]) -> dict[Storage, float]:
+    """Bytes of what ops that are computed again together read of other ops' results, on the fullest rank: what is kept of the region."""
+    inside, found = set(region), {}
+    for x in {x: None for node in region for x in node.all_input_nodes}:
+        producer, index = storage_node(x)
+        if producer in inside or x in inside or producer.op != "call_function":
+            continue
+        value, layout = tensors(producer.meta["val"])[index], producer.meta["layouts"][index]
+        kinds = tuple(p.kind.rstrip("*") for p in layout)
+        found[producer.name, index, kinds] = local_elements(tuple(value.shape), layout, sizes) * value.element_size()
+    return found
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Plan:
     """Every decision, and the prediction. The names of nodes are those of the canonical graph, the same on every machine.
 
     strategies: node -> choice names on (data, tensor). stages: node -> stage. params: original name -> layout text.
+    zero: original name of a parameter -> its ZeRO level. regions: node -> number of the region, computed again in backward, that it is in.
     """
 
     mesh: Mesh
@@ -78,6 +79,8 @@ class Plan:
     stages: dict[str, int]
     params: dict[str, str]
     fingerprint: str
+    zero: dict[str, int] = field(default_factory=dict)
+    regions: dict[str, int] = field(default_factory=dict)
     model: str = ""
     parameter_count: int = 0
     samples: int = 0  # global batch

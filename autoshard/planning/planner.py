@@ -11,12 +11,13 @@ from torch import fx
 
 from autoshard.cluster import Cluster
 from autoshard.cost.compute import op_costs
-from autoshard.errors import PlanError
+from autoshard.errors import InfeasibleError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.planning.fold import fold
 from autoshard.planning.problem import build, classes_of, op_seconds
+from autoshard.planning.saving import NOTHING, Saving, layer_regions, zero_levels
 from autoshard.planning.stages import blocks
-from autoshard.planning.strategies import Annotated, annotate
+from autoshard.planning.strategies import Annotated, annotate, pinned_node, split_heavy
 from autoshard.program import Program, is_getitem, where
 from autoshard.rules.notation import Strategy
 from autoshard.solvers import cuts, sharding
@@ -25,11 +26,16 @@ from autoshard.solvers.problem import Infeasible
 
 @dataclass
 class Decision:
-    """What was decided for one program (of one micro-batch), and the solver's account of it."""
+    """What was decided for one program (of one micro-batch), and the solver's account of it.
+
+    zero: parameter name -> ZeRO level. regions: node name -> number of the region, computed again in backward, that it is in.
+    """
 
     chosen: dict[fx.Node, Strategy]
     stages: dict[fx.Node, int]
     solver: dict = field(default_factory=dict)
+    zero: dict[str, int] = field(default_factory=dict)
+    regions: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ def decide(
     pins: dict[str, dict[str, str]] | None = None,
     time_limit: float = 60.0,
     solvers: Solvers = CHEAPEST,
+    saving: Saving = NOTHING,
 ) -> Decision:
     """The cheapest strategies for every node, then the cheapest cut into stages.
 
@@ -59,11 +66,18 @@ def decide(
     """
     start = time.perf_counter()
     alike = fold(program).by_node(program)
+    for name in pins or ():  # what is pinned in one layer is not pinned in all of them
+        alike.pop(pinned_node(program, name), None)
     annotated = annotate(program, mesh, pins, alike)
+    split_heavy(annotated, alike)
     chosen, notes = _shardings(program, annotated, alike, mesh, cluster, partial(solvers.shardings, time_limit=time_limit))
     decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
+    if saving.zero and mesh.data > 1:
+        decision.zero = zero_levels(program, {n: s.results[0] for n, s in chosen.items() if n.op == "placeholder"}, saving.zero)
+    if saving.recompute:
+        decision.regions = layer_regions(program, pure(program))
     if mesh.pipeline > 1:
-        decision.stages = _cut(program, annotated, chosen, mesh, cluster, pure(program), limit, notes, solvers.cuts)
+        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts)
     notes["seconds"] = time.perf_counter() - start
     return decision
 
@@ -93,16 +107,30 @@ def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mes
     return chosen, notes
 
 
-def _cut(program: Program, annotated, chosen, mesh: Mesh, cluster: Cluster, pure, limit, notes, solve) -> dict[fx.Node, int]:
-    priced = {}
+def _cut(program: Program, annotated, decision: Decision, mesh: Mesh, cluster: Cluster, pure, limit, solve) -> dict[fx.Node, int]:
+    chosen, regions, priced = decision.chosen, decision.regions, {}
+    kept = set()
     for node in program.ops:
         if node in annotated:
             item = annotated[node]
             cost = op_costs(node, item.rule, (chosen[node],), mesh.sizes, cluster)[0]
-            priced[node] = (op_seconds(item, (chosen[node],), mesh, cluster)[0], cost.saved_bytes)
-    found = blocks(program, pure, chosen, priced, mesh, cluster, limit)
-    solution = solve(found.problem)
-    notes["cut"] = {"objective": solution.objective, "bound": solution.bound, "blocks": len(found.groups)}
+            seconds, saved = op_seconds(item, (chosen[node],), mesh, cluster)[0], cost.saved_bytes
+            if node.name in regions:  # computed again, and of what it saves only the inputs of its region are kept, once
+                region = regions[node.name]
+                saved = {(region, at): nbytes for at, nbytes in cost.saved if regions.get(at[0]) != region and (region, at) not in kept}
+                kept.update(saved)
+                seconds, saved = seconds + cost.forward, sum(saved.values())
+            priced[node] = (seconds, saved)
+    found = blocks(program, pure, chosen, priced, mesh, cluster, limit, decision.zero)
+    try:
+        solution = solve(found.problem)
+    except cuts.OutOfMemory as error:
+        raise InfeasibleError(
+            f"no cut into {mesh.pipeline} stages fits: a rank of stage {error.stage} needs {error.least / 2**30:.3g} GiB in the best one, "
+            f"the limit is {error.limit / 2**30:.3g} GiB",
+            hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
+        ) from error
+    decision.solver["cut"] = {"objective": solution.objective, "bound": solution.bound, "blocks": len(found.groups)}
     return found.stages(solution.first)
 
 

@@ -12,7 +12,7 @@ from autoshard.cost.communication import send
 from autoshard.cost.memory import state_bytes
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
-from autoshard.placement import local_shape
+from autoshard.placement import cut_over_data, local_shape
 from autoshard.planning.problem import move_seconds
 from autoshard.program import Program, is_getitem, operands, result_of, tensors, where
 from autoshard.rules.notation import Strategy
@@ -64,8 +64,12 @@ def blocks(
     mesh: Mesh,
     cluster: Cluster,
     limit: float | None,
+    zero: dict[str, int],
 ) -> Blocks:
-    """The cut problem. Raises PlanError if the graph has fewer legal cut points than the mesh has cuts."""
+    """The cut problem. ``zero``: ZeRO level by parameter name.
+
+    Raises PlanError if the graph has fewer legal cut points than the mesh has cuts.
+    """
     ops = program.ops
     alive = alive_across(program, pure)
     sizes = [sum(_bytes(n, chosen, mesh) for n in values) for _, values in alive]
@@ -79,10 +83,10 @@ def blocks(
         legal = possible
     cuts = sum(legal)
     if cuts < mesh.pipeline - 1:
-        at = next((n for n in ops if n not in pure), ops[0])
+        at = next((n for n in ops if n not in pure), None)
         raise PlanError(
             f"the mesh has pipeline={mesh.pipeline}, which needs {mesh.pipeline - 1} cuts; the model has only {cuts} legal cut points",
-            where=where(at),
+            where=where(at) if at else None,
             hint=f"use a pipeline axis of at most {cuts + 1}",
         )
     groups: list[list[fx.Node]] = [[]]
@@ -95,7 +99,7 @@ def blocks(
             bounds.append(Boundary(seconds, True))
             groups.append([])
     seen: set[fx.Node] = set()
-    items = [_item(program, group, chosen, priced, mesh, cluster, seen) for group in groups]
+    items = [_item(program, group, chosen, priced, mesh, cluster, zero, seen) for group in groups]
     return Blocks(groups, CutProblem(tuple(items), tuple(bounds), mesh.pipeline, program.microbatches, limit))
 
 
@@ -105,7 +109,7 @@ def _bytes(node: fx.Node, chosen, mesh: Mesh) -> float:
     return prod(local_shape(tuple(val.shape), chosen[producer].results[index], mesh.sizes, (0, 0))) * val.element_size()
 
 
-def _item(program: Program, group, chosen, priced: Priced, mesh: Mesh, cluster: Cluster, seen: set[fx.Node]) -> Item:
+def _item(program: Program, group, chosen, priced: Priced, mesh: Mesh, cluster: Cluster, zero, seen: set[fx.Node]) -> Item:
     seconds = once = resident = activation = 0.0
     for node in group:
         if is_getitem(node):
@@ -116,14 +120,20 @@ def _item(program: Program, group, chosen, priced: Priced, mesh: Mesh, cluster: 
         for x, layout in zip(operands(node), chosen[node].operands):
             producer, index = result_of(x)
             src = chosen[producer].results[index]
-            found = move_seconds(program, (producer, index), src, layout, mesh, cluster)
-            forward, backward, step = found or (0.0, 0.0, 0.0)
+            level = zero.get(program.params[x.name].name, 0) if x.name in program.params else 0
+            if level == 3:  # gathered forward, and again backward
+                piece = cut_over_data(src, tuple(x.meta["val"].shape), mesh.sizes)
+                forward, backward, step = move_seconds(program, (producer, index), piece, layout, mesh, cluster) or (0.0, 0.0, 0.0)
+                backward += forward
+            else:
+                forward, backward, step = move_seconds(program, (producer, index), src, layout, mesh, cluster) or (0.0, 0.0, 0.0)
             seconds += forward + backward
             if x.name in program.params and x not in seen:
                 seen.add(x)
                 once += step
                 param = program.params[x.name]
                 held = prod(local_shape(param.shape, src, mesh.sizes, (0, 0)))
-                state = state_bytes(held, x.meta["val"].element_size(), trainable=param.requires_grad)
+                itemsize = x.meta["val"].element_size()
+                state = state_bytes(held, itemsize, zero=level, ranks=mesh.data, trainable=param.requires_grad)
                 resident += sum(state.values())
     return Item(seconds, once, resident, activation)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import product as cartesian
 
+import torch
 from torch import fx
 
 from autoshard.errors import PlacementError
@@ -76,23 +77,34 @@ def annotate(
         elif node.op == "output":
             out[node] = _demands(program, node, sizes)
     _pin(program, out, pins or {})
-    _split_heavy(out)
     return out
 
 
-def _split_heavy(annotated: dict[fx.Node, Annotated], exempt: float = 0.02) -> None:
+def split_heavy(annotated: dict[fx.Node, Annotated], alike: dict[fx.Node, int], exempt: float = 0.02) -> None:
     """A mesh is a demand: ops that hold 98 % of the matmul FLOPs are divided by every axis that can divide them.
 
     A model large enough for its mesh is planned so anyway. A small one would be cheapest replicated, with nothing gained by the mesh
-    that was asked for.
+    that was asked for. Ops that are planned alike are divided alike.
     """
-    heavy = sorted((item for item in annotated.values() if item.rule and item.rule.flops), key=lambda item: item.rule.flops)
-    left = exempt * sum(item.rule.flops for item in heavy)
-    for item in heavy:
-        left -= item.rule.flops
-        if left < 0:
-            ways = [sum(c.name.startswith("shard") for c in s.choices) for s in item.strategies]
-            item.strategies = tuple(s for s, n in zip(item.strategies, ways) if n == max(ways))
+    heavy: dict[object, list[Annotated]] = defaultdict(list)
+    for node, item in annotated.items():
+        if item.rule and item.rule.flops:
+            heavy[alike.get(node, node)].append(item)
+    groups = sorted(heavy.values(), key=lambda group: len(group) * group[0].rule.flops)
+    left = exempt * sum(item.rule.flops for group in groups for item in group)
+    for group in groups:
+        left -= sum(item.rule.flops for item in group)
+        if left >= 0:
+            continue
+        shared = set.intersection(*({(s.operands, s.results) for s in item.strategies} for item in group))
+        most = max((_ways(s) for s in group[0].strategies if (s.operands, s.results) in shared), default=0)
+        for item in group:
+            item.strategies = tuple(s for s in item.strategies if _ways(s) == most)
+
+
+def _ways(strategy: Strategy) -> int:
+    """How many axes divide the op."""
+    return sum(c.name.startswith("shard") for c in strategy.choices)
 
 
 def _plain(found, inputs, node: fx.Node, sizes) -> tuple[Strategy, ...]:
@@ -173,10 +185,7 @@ def _stored(program: Program, node: fx.Node, sizes, blocks) -> tuple[Strategy, .
     per_axis = []
     for axis, k in zip(SHARDED_AXES, sizes):
         held = [R]
-        # a value of the prologue comes whole, and what the prologue reads lies whole
-        whole = bool(node.meta.get("prologue")) or node.name not in program.params and node.name not in program.inputs
-        whole |= node.name in program.params and program.params[node.name].name in program.updates
-        if k > 1 and not whole and not (node.name in program.params and axis == "data"):
+        if k > 1 and not _must_be_whole(program, node) and not (node.name in program.params and axis == "data"):
             for dim, n in enumerate(shape):
                 held += [S(dim, b) for b in sorted({1, *blocks.get((node, 0, dim), ())}) if n % b == 0 and n // b >= k]
         per_axis.append([Choice(str(p), (), (p,)) for p in held])
@@ -186,6 +195,15 @@ def _stored(program: Program, node: fx.Node, sizes, blocks) -> tuple[Strategy, .
         if legal(layout, shape, sizes):
             out.append(Strategy(combo, (), (layout,)))
     return tuple(out)
+
+
+def _must_be_whole(program: Program, node: fx.Node) -> bool:
+    """A value of the prologue, and what the prologue reads; buffers that forward changes, here or in train mode (running statistics)."""
+    param = program.params.get(node.name)
+    if param is None:
+        return bool(node.meta.get("prologue")) or node.name not in program.inputs
+    norms = any(user.target is torch.ops.aten.batch_norm.default for user in node.users)
+    return bool(node.meta.get("prologue")) or param.name in program.updates or (param.kind == "buffer" and norms)
 
 
 def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
@@ -202,7 +220,7 @@ def _pin(program: Program, annotated: dict[fx.Node, Annotated], pins: dict[str, 
     """Keep only the strategies that leave a pinned parameter, input or module output in its pinned placement."""
     names: dict[fx.Node, str] = {}
     for name, axes in pins.items():
-        node = _find(program, name)
+        node = pinned_node(program, name)
         if names.setdefault(node, name) != name:
             raise PlacementError(
                 f"{name!r} and {names[node]!r} are one value and are both pinned", where=where(node), hint="leave one of the pins out"
@@ -226,7 +244,7 @@ def _pin(program: Program, annotated: dict[fx.Node, Annotated], pins: dict[str, 
             item.strategies = kept
 
 
-def _find(program: Program, name: str) -> fx.Node:
+def pinned_node(program: Program, name: str) -> fx.Node:
     """The node that a pin names: a parameter, buffer or input by any of its names, or the last op of a module."""
     for node in program.graph.nodes:
         if node.op == "placeholder":

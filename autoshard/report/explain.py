@@ -249,6 +249,14 @@ def memory(plan: Plan) -> list[Part]:
         rows.append((*cells, percent(total / plan.memory_limit) if plan.memory_limit else "-"))
     peak, limit = plan.peak_bytes, plan.memory_limit
     out = [Title("Memory per rank"), Table((">stage", *(f">{name}" for name in categories), ">total", ">of limit"), tuple(rows))]
+    levels = Counter(level for level in plan.zero.values() if level)
+    if levels:
+        cut = ", ".join(f"{_plural(n, 'parameter')} at level {level}" for level, n in sorted(levels.items()))
+        rest = len(plan.zero) - sum(levels.values())
+        out.append(Line(f"ZeRO over data: {cut}" + (f", {rest} whole" if rest else "")))
+    if plan.regions:
+        regions = len(set(plan.regions.values()))
+        out.append(Line(f"backward computes {_plural(regions, 'region')} of {_plural(len(plan.regions), 'op')} again from their inputs"))
     if not limit:
         return [*out, Line(f"peak {size(peak)} (estimate), no limit given")]
     verdict = "fits" if peak <= limit else f"DOES NOT FIT, {size(peak - limit)} too much"

@@ -39,6 +39,7 @@ from autoshard.rules import (
     recurrent,
     reductions,
     slicing,
+    transforms,
     views,
 )
 from autoshard.rules.call import bind_node
@@ -63,6 +64,7 @@ TABLES = (
     losses.TABLE,
     convolution.TABLE,
     recurrent.TABLE,
+    transforms.TABLE,
     randomness.TABLE,
     factories.TABLE,
 )

@@ -10,7 +10,7 @@ from math import prod
 from torch import fx
 
 from autoshard.program import operands, shape_of
-from autoshard.rules.call import argument, bind_named, bind_node, dims, each, needs_grad, result_shapes
+from autoshard.rules.call import argument, bind_named, bind_node, dims, each, needs_grad, result_shapes, unsharded
 from autoshard.rules.notation import OpRule
 
 
@@ -60,18 +60,57 @@ def spatial(rank: int, saved: tuple[int, ...] = (), linear: bool = False):
     return rule
 
 
+def grid_sampler(node: fx.Node) -> OpRule:
+    """Samples of ``input`` at the places of ``grid``."""
+    space = len(shape_of(operands(node)[0])) - 2
+    image, places = " ".join(dims(space, range(space), "x")), " ".join(dims(space, range(space), "y"))
+    return bind_node(node, f"n c {image}, n {places} at^ -> n c {places}", saved=(0, 1), linear=(frozenset({0}),))
+
+
+def windows(node: fx.Node) -> OpRule:
+    """im2col: the pixels of every window become channels, ``c x^ y^ -> (c k^) l^``."""
+    x = shape_of(operands(node)[0])
+    batch = ["n"] if len(x) == 4 else []
+    known = {"c": x[-3], "k": result_shapes(node)[0][-2] // x[-3]}
+    result = " ".join([*batch, "(c k^)" if known["k"] > 1 else "c", "l^"])
+    return bind_node(node, f"{' '.join([*batch, 'c', 'x^', 'y^'])} -> {result}", known=known, linear=(frozenset({0}),))
+
+
+def from_windows(node: fx.Node) -> OpRule:
+    """col2im: back again, what falls on one pixel added up."""
+    x, y = shape_of(operands(node)[0]), result_shapes(node)[0]
+    batch = ["n"] if len(x) == 3 else []
+    known = {"c": y[-3], "k": x[-2] // y[-3]}
+    first = " ".join([*batch, "(c k^)" if known["k"] > 1 else "c", "l^"])
+    return bind_node(node, f"{first} -> {' '.join([*batch, 'c', 'x^', 'y^'])}", known=known, linear=(frozenset({0}),))
+
+
+def channel_shuffle(node: fx.Node) -> OpRule:
+    names = dims(len(shape_of(operands(node)[0])), [1])
+    return bind_node(node, f"{' '.join(names)} -> {' '.join(names)}", linear=(frozenset({0}),))
+
+
+def pixel_unshuffle(node: fx.Node) -> OpRule:
+    return _shuffled(shape_of(node), argument(node, "downscale_factor"), back=True)
+
+
 def pixel_shuffle(node: fx.Node) -> OpRule:
-    lead = dims(len(shape_of(operands(node)[0])) - 3)
-    r = argument(node, "upscale_factor")
+    return _shuffled(shape_of(operands(node)[0]), argument(node, "upscale_factor"))
+
+
+def _shuffled(shape: tuple[int, ...], r: int, back: bool = False) -> OpRule:
+    """``(c r^ q^) h w -> c (h r^) (w q^)``, of this shape on the left, or back."""
+    lead = dims(len(shape) - 3)
     before, after = [*lead, "(c r^ q^)", "h", "w"], [*lead, "c", "(h r^)", "(w q^)"]
     if r == 1:
         before = after = [*lead, "c", "h", "w"]
-    shape = shape_of(operands(node)[0])
     sizes = {f"d{i}": n for i, n in enumerate(shape[:-3])} | {"c": shape[-3] // r**2, "h": shape[-2], "w": shape[-1], "r": r, "q": r}
 
     def spec(tokens):
         return tuple(tuple(t.strip("()^") for t in token.split()) for token in tokens)
 
+    if back:
+        before, after = after, before
     return OpRule((spec(before),), (spec(after),), sizes, fixed=frozenset("rq"), linear=(frozenset({0}),))
 
 
@@ -92,4 +131,10 @@ TABLE = {
            "upsample_bicubic2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec", spatial(2, linear=True)),
     **each("upsample_nearest3d upsample_nearest3d.vec upsample_trilinear3d upsample_trilinear3d.vec", spatial(3, linear=True)),
     **each("pixel_shuffle", pixel_shuffle),
+    **each("pixel_unshuffle", pixel_unshuffle),
+    **each("channel_shuffle", channel_shuffle),
+    **each("grid_sampler", grid_sampler),
+    **each("im2col", windows),
+    **each("col2im", from_windows),
+    **each("affine_grid_generator", unsharded),
 }  # fmt: skip

@@ -123,6 +123,30 @@ def scatter(adds: bool):
     return rule
 
 
+def scatter_reduce(node: fx.Node) -> OpRule:
+    """Sums are those of scatter_add; a product, mean or extreme needs all entries that go to one place."""
+    own, dim = _along(node)
+    sums = argument(node, "reduce") == "sum" and argument(node, "include_self")
+    own, index = _index_tokens(node, own, dim, "index", fixed=not sums)
+    if shape(node, "src") != shape(node, "index"):
+        return unsharded(node)
+    specs = {"self": "+" * sums + " ".join(own), "index": " ".join(index), "src": " ".join(index)}
+    linear, saved = [("self", "src")] if sums else [], ("index",) if sums else ("self", "index", "src", -1)
+    return bind_named(node, specs, " ".join(own), saved=saved, linear=linear)
+
+
+def index_reduce(node: fx.Node) -> OpRule:
+    own, dim = _along(node)
+    source = [*own[:dim], "i^", *own[dim + 1 :]]
+    specs = {"self": " ".join(own), "index": "i^", "source": " ".join(source)}
+    return bind_named(node, specs, " ".join(own), saved=("self", "index", "source", -1))
+
+
+def isin(node: fx.Node) -> OpRule:
+    among = dims(len(shape(node, "test_elements")), range(8), "t")
+    return bind_named(node, {"elements": "...", "test_elements": " ".join(among)}, "...")
+
+
 def index_along(adds: bool):
     """index_select (no source), index_copy and index_add: a vector of indices into one dim."""
 
@@ -176,5 +200,8 @@ TABLE = {
     **each("one_hot", one_hot),
     **each("bucketize.Tensor", lambda node: bind_node(node, "..., bounds^ -> ...")),
     **each("searchsorted.Tensor", searchsorted),
-    **each("bincount", unsharded),
+    **each("scatter_reduce.two", scatter_reduce),
+    **each("index_reduce", index_reduce),
+    **each("isin.Tensor_Tensor", isin),
+    **each("bincount masked_scatter take put segment_reduce", unsharded),
 }

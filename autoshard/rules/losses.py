@@ -12,7 +12,7 @@ from torch import fx
 
 from autoshard.placement import R, S
 from autoshard.program import operands, shape_of, tensors
-from autoshard.rules.call import argument, aten, bind_named, bind_node, dims, each, shape
+from autoshard.rules.call import argument, aten, bind_named, bind_node, dims, each, shape, unsharded
 from autoshard.rules.notation import Choice, Comm, OpRule
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of the reductions
@@ -65,6 +65,25 @@ def along_last(node: fx.Node) -> OpRule:
     return bind_node(node, f"{', '.join(texts)} -> {result}", saved=tuple(range(len(texts))))
 
 
+def by_sample(node: fx.Node) -> OpRule:
+    """multi_margin_loss, multilabel_margin_loss: the classes of a sample are compared as a whole."""
+    scores = shape(node, "self")
+    batch = dims(len(scores) - 1, range(8) if argument(node, "reduction") == MEAN else ())
+    text = " ".join([*batch, "c^"])
+    target = text if len(shape(node, "target")) == len(scores) and scores == shape(node, "target") else " ".join(batch)
+    specs = {"self": text, "target": target, "weight": "c^"}
+    return bind_named(node, specs, " ".join(batch) if argument(node, "reduction") == NONE else "", saved=("self", "target"))
+
+
+def ctc(node: fx.Node) -> OpRule:
+    """Samples are independent if each has a row of ``targets``, and its lengths are tensors."""
+    if len(shape(node, "log_probs")) != 3 or len(shape(node, "targets")) != 2:
+        return unsharded(node)
+    n = "n^" if argument(node, "reduction") == MEAN else "n"
+    specs = {"log_probs": f"t^ {n} c^", "targets": f"{n} s^", "input_lengths": n, "target_lengths": n}
+    return bind_named(node, specs, n if argument(node, "reduction") == NONE else "", saved=("log_probs", "targets", -1))
+
+
 def cosine_similarity(node: fx.Node) -> OpRule:
     rank = max(len(shape_of(o)) for o in operands(node))
     dim = argument(node, "dim") % rank
@@ -87,6 +106,9 @@ TABLE = {
     **each("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
            "soft_margin_loss poisson_nll_loss margin_ranking_loss hinge_embedding_loss", elementwise_loss),
     **each("cosine_embedding_loss triplet_margin_loss", along_last),
+    **each("multi_margin_loss multilabel_margin_loss", by_sample),
+    **each("ctc_loss.Tensor", ctc),
+    **each("ctc_loss.IntList", unsharded),
     **each("cosine_similarity", cosine_similarity),
     **each("cdist", cdist),
     **each("pairwise_distance", pairwise_distance),

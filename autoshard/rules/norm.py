@@ -8,7 +8,7 @@ from torch import fx
 
 from autoshard.placement import R_STAR, R, S
 from autoshard.program import operands, shape_of
-from autoshard.rules.call import argument, bind_named, dims, each, result_shapes
+from autoshard.rules.call import argument, bind_named, bind_node, dims, each, result_shapes
 from autoshard.rules.notation import Choice, Comm, OpRule
 
 
@@ -70,8 +70,18 @@ def instance_norm(node: fx.Node) -> OpRule:
     return bind_named(node, {"input": " ".join(names), **specs}, " ".join(names), saved=("input", "weight"))
 
 
+def weight_norm(node: fx.Node) -> OpRule:
+    """Rows along ``dim`` are scaled each to its own length, ``g``; -1: all as one."""
+    v, dim = shape_of(operands(node)[0]), argument(node, "dim")
+    names = dims(len(v), [d for d in range(len(v)) if d != dim])
+    lengths = " ".join(names[d] if d == dim else "_" for d in range(len(shape_of(operands(node)[1]))))
+    result = ", ".join([" ".join(names), lengths][: len(result_shapes(node))])
+    return bind_node(node, f"{' '.join(names)}, {lengths} -> {result}", saved=(0, 1))
+
+
 TABLE = {
-    **each("layer_norm native_layer_norm rms_norm", layer_norm),
+    **each("layer_norm native_layer_norm rms_norm _fused_rms_norm", layer_norm),
+    **each("_weight_norm _weight_norm_interface", weight_norm),
     **each("group_norm", group_norm),
     **each("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training", batch_norm),
     **each("native_batch_norm", batch_statistics),

@@ -135,6 +135,8 @@ def choices(rule: OpRule, k: int, blocks: dict[str, tuple[int, ...]] | None = No
             continue
         grouped = _grouped(rule, factor)
         for b in (blocks or {}).get(factor, (1,)):
+            if b > 1 and rule.local.get(factor, "mean") != "mean":
+                continue  # the kernel takes a rank's piece for one stretch of the factor
             if size % b or size // b < k or (grouped and (size // b) % k):
                 continue  # a factor inside a group must be cut evenly: pieces of the dim would not be chunks
             out.append(factor_choice(rule, factor, b))

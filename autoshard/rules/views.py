@@ -179,6 +179,15 @@ def repeat_interleave(node: fx.Node) -> OpRule:
     return bind_node(node, f"{' '.join(names)} -> {' '.join(out)}", linear=THROUGH)
 
 
+def unfold(node: fx.Node) -> OpRule:
+    """Windows along a dim: it is whole, and each window's elements are a new dim at the end."""
+    rank = len(shape_of(operands(node)[0]))
+    before, after = dims(rank), dims(rank)
+    dim = positive(argument(node, "dimension"), rank)
+    before[dim], after[dim] = "whole^", "windows^"
+    return bind_node(node, f"{' '.join(before)} -> {' '.join([*after, 'inside^'])}", linear=THROUGH)
+
+
 def diagonal(node: fx.Node) -> OpRule:
     rank = len(shape_of(operands(node)[0]))
     pair = {positive(argument(node, "dim1"), rank), positive(argument(node, "dim2"), rank)}
@@ -207,6 +216,7 @@ TABLE = {
     **each("expand expand_as broadcast_to", expand),
     **each("repeat tile", repeat),
     **each("repeat_interleave.self_int", repeat_interleave),
+    **each("unfold", unfold),
     **each("diagonal", diagonal),
     **each("diag_embed", diag_embed),
     **each("view_as_real", lambda node: bind_node(node, "... -> ... pair^")),

@@ -126,8 +126,8 @@ def _restore(sharded: Sharded, optimizer: torch.optim.Optimizer, entries: dict[s
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()}
         packed["param_groups"].append({**settings, "params": list(range(index, index + len(group["params"])))})
         for tensor in group["params"]:
-            param = specs[tensor]
-            if param.name in values:
+            param = specs.get(tensor)  # none: the empty tensor of a stage without parameters
+            if param is not None and param.name in values:
                 packed["state"][index] = {
                     what: value if value.dim() == 0 else state.piece_of(sharded.stage, param, value)
                     for what, value in values[param.name].items()

@@ -83,6 +83,17 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, blocks: int = 1) -> to
     return _narrow(mine, dim, blocks, 0, widths[axis.index]).contiguous()
 
 
+def all_gather_into(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
+    """Fill ``out`` ``[k, ...]`` with the ``x`` ``[1, ...]`` of every rank of ``axis``, all of one shape. Not traced by torch.compile."""
+    _all_gather_single(out, x, axis.group)
+
+
+def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> dist.Work:
+    """Start to fill ``out`` ``[1, ...]`` with this rank's row of the sum of ``x`` ``[k, ...]`` over ``axis``. Both must be left alone until
+    the work that is returned is done."""
+    return _reduce_scatter_single(out, x, group=axis.group, async_op=True)
+
+
 def all_to_all(x: torch.Tensor, axis: Axis, src: tuple[int, int], dst: tuple[int, int], size: int) -> torch.Tensor:
     """Turns a shard of one dim into a shard of another: ``src`` and ``dst`` are (dim, blocks), and their dims differ.
 

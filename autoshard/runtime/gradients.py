@@ -7,29 +7,95 @@ function that runs when backward ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime import collectives
+from autoshard.runtime.zero import Shard, Slots
+
 BUCKET_BYTES = 25 * 2**20
 _ALIGN = 16  # elements: every gradient of a bucket starts where vectorised kernels like it
+_IN_FLIGHT = 2  # reduce-scatters that may run at once: each holds a buffer of whole gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What happens to the gradient of a leaf when backward has accumulated it.
+
+    group: the ranks over which it is summed; None: this one has the sum.
+    shard: of a weight of ZeRO level 1 or 2, of which this rank's piece is handed over to the optimizer's parameter.
+    scatter: it is summed over the data axis too, and only this rank's piece of that sum is kept.
+    """
+
+    leaf: torch.Tensor
+    group: dist.ProcessGroup | None
+    shard: Shard | None = None
+    scatter: bool = False
 
 
 class _Bucket:
-    """Gradients that are reduced in one all-reduce."""
+    """Gradients that are reduced in one collective; this one in an all-reduce, or in none."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup | None):
         self.group = group
-        self.params: list[torch.nn.Parameter] = []
+        self.entries: list[Entry] = []
         self.missing = 0
+        self._launched: list[Entry] = []
+        self._work: dist.Work | None = None
 
-    def launch(self, arrived: set[torch.nn.Parameter]) -> dist.Work | None:
-        """Start the all-reduce of the gradients that exist. They become views of one flat buffer, so nothing is copied back."""
-        params = [p for p in self.params if p in arrived]
-        if not params:
-            return None
-        flat = params[0].grad if len(params) == 1 and params[0].grad.is_contiguous() else flatten(params)
-        return dist.all_reduce(flat, group=self.group, async_op=True)
+    def launch(self, arrived: set[torch.Tensor]) -> None:
+        """Start to reduce the gradients that exist. They become views of one flat buffer, so nothing is copied back."""
+        self._launched = [e for e in self.entries if e.leaf in arrived]
+        if self._launched and self.group is not None:
+            leaves = [e.leaf for e in self._launched]
+            flat = leaves[0].grad if len(leaves) == 1 and leaves[0].grad.is_contiguous() else flatten(leaves)
+            self._work = dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait, and hand over the pieces."""
+        if self._work is not None:
+            self._work.wait()
+        for entry in self._launched:
+            if entry.shard is not None:
+                gradient, entry.leaf.grad = entry.leaf.grad, None
+                entry.shard.hand_over(entry.shard.own(gradient))
+        self._launched, self._work = [], None
+
+
+class _Scatter(_Bucket):
+    """A reduce-scatter over data, then, if there is a group, an all-reduce of the pieces."""
+
+    def launch(self, arrived: set[torch.Tensor]) -> None:
+        """Start to reduce the gradients that exist, and let go of them."""
+        self._launched = [e for e in self.entries if e.leaf in arrived]
+        if not self._launched:
+            return
+        shards = [e.shard for e in self._launched]
+        self._slots, axis = Slots(shards), shards[0].axis
+        self._sent, self._piece = self._slots.new(axis.size), self._slots.new(1)
+        targets, sources = [], []
+        for rank, row in enumerate(self._sent):
+            for i, shard in enumerate(shards):
+                part = shard.part(shard.whole.grad, rank)
+                targets.append(self._slots.slot(row, i, part))
+                sources.append(part)
+        torch._foreach_copy_(targets, sources)
+        for shard in shards:
+            shard.whole.grad = None
+        self._work = collectives.start_reduce_scatter(self._piece, self._sent, axis)
+
+    def finish(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        piece, slots, self._sent, self._piece, self._work = self._piece, self._slots, None, None, None
+        if self.group is not None:
+            dist.all_reduce(piece, group=self.group)
+        for i, entry in enumerate(self._launched):
+            entry.shard.hand_over(slots.slot(piece[0], i, entry.shard.piece))
+        self._launched = []
 
 
 def flatten(params: list[torch.nn.Parameter]) -> torch.Tensor:
@@ -50,27 +116,28 @@ class GradientSync:
     """Reduces the gradients of parameters that are summands after backward.
 
     Args:
-        entries: (parameter, group over which its gradient is summed), in the order of their first use in forward; backward makes the
-            gradients ready in about the reverse order.
+        entries: in the order of their first use in forward; backward makes the gradients ready in about the reverse order.
         every_backward: reduce at the end of each backward that reaches the parameters. Else the owner says which one is the last
             (``arm``), calls ``finish`` itself, and sees to it that ``.grad`` held nothing before.
 
     A backward adds to ``.grad`` the sum over ranks, whatever was there: only the new part is reduced. Parameters that got no gradient keep
-    None; which those are is the same on all ranks, as they run one program. ``torch.autograd.grad`` returns summands, not sums.
+    None; which those are is the same on all ranks, as they run one program. ``torch.autograd.grad`` returns summands, not sums, and knows
+    no pieces of weights of ZeRO level 1 and 2.
     """
 
-    def __init__(self, entries: Iterable[tuple[torch.nn.Parameter, dist.ProcessGroup]], every_backward: bool):
+    def __init__(self, entries: Iterable[Entry], every_backward: bool):
         self.entries = list(entries)
         self.every_backward = every_backward
         self.armed = every_backward
+        self._scatters = any(entry.scatter for entry in self.entries)
         self._buckets: list[_Bucket] = []
-        self._of: dict[torch.nn.Parameter, _Bucket] = {}
+        self._of: dict[torch.Tensor, _Bucket] = {}
         self._fill(self.entries, [])
-        for param, _ in self.entries:
-            param.register_post_accumulate_grad_hook(self._arrived)
-            if every_backward:
-                param.register_hook(self._keep_old(param))
-        self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for entry in self.entries:
+            entry.leaf.register_post_accumulate_grad_hook(self._arrived)
+            if every_backward and entry.shard is None:
+                entry.leaf.register_hook(self._keep_old(entry.leaf))
+        self._aside: dict[torch.Tensor, torch.Tensor] = {}
         self.reset()
 
     def _fill(self, used: list, unused: list) -> None:
@@ -78,27 +145,29 @@ class GradientSync:
         self._buckets = []
         for entries in (used, unused):
             filling: dict[tuple, tuple[_Bucket, int]] = {}
-            for param, group in reversed(entries):
-                key = (group, param.dtype)
+            for entry in reversed(entries):
+                key = (entry.group, entry.scatter, entry.leaf.dtype)
                 bucket, size = filling.get(key, (None, BUCKET_BYTES))
-                nbytes = param.numel() * param.element_size()
+                nbytes = entry.leaf.numel() * entry.leaf.element_size()
                 if bucket is None or size + nbytes > BUCKET_BYTES:
-                    bucket, size = _Bucket(group), 0
+                    bucket, size = (_Scatter if entry.scatter else _Bucket)(entry.group), 0
                     self._buckets.append(bucket)
                 filling[key] = (bucket, size + nbytes)
-                bucket.params.append(param)
-        self._of = {param: bucket for bucket in self._buckets for param in bucket.params}
-        self._used = {param for param, _ in used}
+                bucket.entries.append(entry)
+        self._of = {entry.leaf: bucket for bucket in self._buckets for entry in bucket.entries}
+        self._used = {entry.leaf for entry in used}
 
     def reset(self) -> None:
         """Forget a backward that was broken off."""
         self._restore()
         self._queued = False
-        self._arrivals: set[torch.nn.Parameter] = set()
-        self._next = 0
-        self._work: list[dist.Work] = []
+        self._arrivals: set[torch.Tensor] = set()
+        self._next = self._done = 0
         for bucket in self._buckets:
-            bucket.missing = len(bucket.params)
+            bucket.missing = len(bucket.entries)
+        for entry in self.entries:
+            if entry.shard is not None:
+                entry.leaf.grad = None
 
     def arm(self) -> None:
         """The next backward is the last of this step."""
@@ -128,22 +197,28 @@ class GradientSync:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             self._launch_next()
 
+    @torch.no_grad()
     def _launch_next(self) -> None:
-        work = self._buckets[self._next].launch(self._arrivals)
+        self._buckets[self._next].launch(self._arrivals)
         self._next += 1
-        if work is not None:
-            self._work.append(work)
+        if self._scatters and self._next - self._done > _IN_FLIGHT:
+            self._finish_next()
+
+    @torch.no_grad()
+    def _finish_next(self) -> None:
+        self._buckets[self._done].finish()
+        self._done += 1
 
     def finish(self) -> None:
         """Reduce what is left, and wait for everything: ``.grad`` is then the sum over ranks."""
         while self._next < len(self._buckets):
             self._launch_next()
-        for work in self._work:
-            work.wait()
+        while self._done < len(self._buckets):
+            self._finish_next()
         if self._arrivals and self._arrivals != self._used:
             self._fill(
-                [e for e in self.entries if e[0] in self._arrivals],
-                [e for e in self.entries if e[0] not in self._arrivals],
+                [e for e in self.entries if e.leaf in self._arrivals],
+                [e for e in self.entries if e.leaf not in self._arrivals],
             )
         self.armed = self.every_backward
         self.reset()

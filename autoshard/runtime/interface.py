@@ -46,14 +46,17 @@ class Interface:
             RunError: naming the argument that is missing, unknown, or of another value, shape or dtype than was compiled for. The same
                 on every rank that is given the same batch, before any communication.
         """
+        values = self.values(args, kwargs)
+        for argument in self.arguments:
+            if tuple(values[argument.name].shape) != argument.shape:
+                raise self.wrong_shape(argument, tuple(values[argument.name].shape))
+        return values
+
+    def values(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """``bind``, whatever the shapes."""
         values = self.signature.bind(args, kwargs)
         for argument in self.arguments:
             value = values[argument.name]
-            if tuple(value.shape) != argument.shape:
-                raise RunError(
-                    f"argument {argument.name!r} has shape {tuple(value.shape)}; the model was compiled for {argument.shape}",
-                    hint=self._shape_hint(value, argument),
-                )
             if value.dtype != argument.dtype:
                 raise RunError(
                     f"argument {argument.name!r} has dtype {value.dtype}; the model was compiled for {argument.dtype}",
@@ -67,12 +70,13 @@ class Interface:
         return values
 
     @staticmethod
-    def _shape_hint(value: torch.Tensor, argument: Argument) -> str:
-        if value.dim() == len(argument.shape) and argument.batch_dim is not None:
-            others = [d for d in range(value.dim()) if d != argument.batch_dim]
-            if all(value.shape[d] == argument.shape[d] for d in others):
-                return "every rank is given the whole global batch; compile again for another size, or drop or pad the last batch"
-        return "compile the model again for this shape"
+    def wrong_shape(argument: Argument, shape: tuple[int, ...]) -> RunError:
+        """The error for an argument of another shape than was compiled for."""
+        hint, batch = "compile the model again for this shape", argument.batch_dim
+        others = [d for d, (a, b) in enumerate(zip(shape, argument.shape)) if a != b and d != batch]
+        if batch is not None and len(shape) == len(argument.shape) and not others:
+            hint = "every rank is given the whole global batch; compile again for another size, or drop or pad the last batch"
+        return RunError(f"argument {argument.name!r} has shape {shape}; the model was compiled for {argument.shape}", hint=hint)
 
     def result(self, tensors: Mapping[int, Any]) -> Any:
         """The model's own result from its tensor leaves (tensors, or what stands for them) by leaf index."""

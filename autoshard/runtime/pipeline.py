@@ -110,7 +110,7 @@ class Body(nn.Module):
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor):
         out = self.stage(*received, **self.feeds[int(microbatch)])
         if not self.last:
-            return tuple(x.contiguous() for x in out)
+            return tuple((x if sent.requires_grad else x.detach()).contiguous() for x, sent in zip(out, self.stage.sends))
         # received tensors are buffers that the next step fills again, so an output must not be one of them
         buffers = {x.untyped_storage().data_ptr() for x in received}
         self.results.append(tuple(x.detach().clone() if x.untyped_storage().data_ptr() in buffers else x.detach() for x in out))

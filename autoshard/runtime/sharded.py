@@ -12,13 +12,15 @@ from autoshard.errors import RunError
 from autoshard.placement import parse_layout
 from autoshard.runtime import state
 from autoshard.runtime.feed import Feed, feeds
-from autoshard.runtime.gradients import GradientSync, sum_over_stages
+from autoshard.runtime.gradients import Entry, GradientSync, sum_over_stages
 from autoshard.runtime.interface import Interface
 from autoshard.runtime.norm import clip_grad_norm
 from autoshard.runtime.outputs import Lazy, deliver
 from autoshard.runtime.pipeline import Loop, Pipeline
-from autoshard.runtime.stage import StageModule
+from autoshard.runtime.programs import Compiled, Programs
+from autoshard.runtime.stage import Param, StageModule
 from autoshard.runtime.whole import is_whole
+from autoshard.runtime.zero import gather
 
 WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon")
 """Optimizers whose step looks at a whole parameter, so that a step on its pieces would be another one."""
@@ -29,13 +31,15 @@ class Sharded(nn.Module):
 
     Call it like the model, with the *global* batch, the same on every rank. It returns what the model returns: the loss is a plain tensor,
     equal on all ranks; results that lie in pieces are ``Lazy``. ``loss.backward()`` leaves each parameter's gradient in ``.grad``, as on
-    one device. Parameters are this rank's pieces, under their original names.
+    one device. Parameters are this rank's pieces, under their original names: those that the optimizer is to update, also under ZeRO, where
+    a call of the model begins by gathering the weights that an optimizer changed in pieces.
 
     Args:
         stage: this rank's module, weights loaded.
         interface: arguments and result of the model.
 
     catalogue: every parameter and buffer of the model, on all stages, by canonical name.
+    programs: the program it was made from, and those for other modes and sizes.
     """
 
     def __init__(self, stage: StageModule, interface: Interface):
@@ -44,16 +48,29 @@ class Sharded(nn.Module):
         self.interface = interface
         self.world = stage.world
         self.catalogue = state.catalogue(stage)
+        self._nothing = (nn.Parameter(torch.empty(0, device=self.world.device), requires_grad=False),)
         self.scheduled = self.world.mesh.pipeline > 1 or stage.microbatches > 1
         trainable = [(spec, p) for spec, p in stage.held() if p.requires_grad]
-        reduced = [(p, self.world.group(spec.sync)) for spec, p in trainable if self.world.group(spec.sync) is not None]
+        entries = [self._entry(attribute, spec) for attribute, spec in stage.params.items() if spec.requires_grad]
+        reduced = [entry for entry in entries if entry.group is not None or entry.shard is not None]
         self._sync = GradientSync(reduced, every_backward=not self.scheduled)
         several = sorted(((spec.stages, spec.name, p) for spec, p in trainable if len(spec.stages) > 1), key=lambda e: e[:2])
         self._tied = [(p, self.world.holders(stages)) for stages, _, p in several]
         runner = (self.world.scheduler or Pipeline) if self.world.mesh.pipeline > 1 else Loop
-        self._runner = runner(stage, self._sync.arm)
+        first = Compiled(stage, interface, runner(stage, self._sync.arm))
+        self.programs = Programs(first, lambda other: runner(other, self._sync.arm))
         if interface.training is not None:
             self.train(interface.training)
+
+    def _entry(self, attribute: str, spec: Param) -> Entry:
+        """What happens to a parameter's gradient after backward."""
+        shard = self.stage.shards.get(attribute)
+        if shard is None:
+            return Entry(getattr(self.stage, attribute), self.world.group(spec.sync))
+        if spec.zero == 1 or "data" not in spec.sync:
+            return Entry(shard.whole, self.world.group(spec.sync), shard)
+        rest = tuple(axis for axis in spec.sync if axis != "data")
+        return Entry(shard.whole, self.world.group(rest), shard, scatter=True)
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -63,58 +80,53 @@ class Sharded(nn.Module):
         Raises:
             RunError: naming the argument that is not what the model was compiled for.
         """
-        return self._result(self._call(args, kwargs))
+        program, outputs = self._call(args, kwargs)
+        return _result(program, outputs)
 
     def train_step(self, *args, **kwargs) -> Any:
         """Forward and backward: ``.grad`` holds, or is increased by, the gradients. Returns the model's result, with a detached loss."""
         if self.stage.loss is None:
             raise RunError("the model returns no scalar loss, so there is nothing to train", hint="give compile a loss_fn")
         with torch.enable_grad():
-            outputs = self._call(args, kwargs)
-        outputs[self.stage.loss].backward()
-        outputs[self.stage.loss] = outputs[self.stage.loss].detach()
-        return self._result(outputs)
+            program, outputs = self._call(args, kwargs)
+        outputs[program.stage.loss].backward()
+        outputs[program.stage.loss] = outputs[program.stage.loss].detach()
+        return _result(program, outputs)
 
-    def _result(self, outputs: list) -> Any:
-        return self.interface.result({spec.leaf: x for spec, x in zip(self.stage.outputs, outputs)})
-
-    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor | Lazy]:
-        """What stands for each entry of ``stage.outputs``."""
-        if self.interface.training not in (None, self.training):
-            modes = ("eval", "train")
-            raise RunError(
-                f"the model was compiled in {modes[self.interface.training]} mode, but is called in {modes[self.training]} mode",
-                hint=f"call .{modes[self.interface.training]}(), or compile the model in the other mode too",
-            )
-        fed = feeds(self.stage, self.interface.bind(args, kwargs))
+    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Compiled, list[torch.Tensor | Lazy]]:
+        """The program that ran, and what stands for each entry of its stage's ``outputs``."""
+        program = self.programs.pick(self.training, args, kwargs)
+        fed = feeds(program.stage, program.interface.bind(args, kwargs))
         self._sync.reset()
+        gather(self.stage.shards.values())
         if self.scheduled:
-            return self._run_scheduled(fed)
-        results = [self.stage(**fed[0])]
-        state.update(self.stage, self.catalogue, results)
-        return deliver(self.stage, results, ran_backward=False)
+            return program, self._run_scheduled(program, fed)
+        results = [program.stage(**fed[0])]
+        state.update(self.stage, program.stage, self.catalogue, results)
+        return program, deliver(program.stage, results, ran_backward=False)
 
-    def _run_scheduled(self, fed: list[Feed]) -> list[torch.Tensor | Lazy]:
-        training = torch.is_grad_enabled() and self.stage.loss is not None
+    def _run_scheduled(self, program: Compiled, fed: list[Feed]) -> list[torch.Tensor | Lazy]:
+        stage = program.stage
+        training = torch.is_grad_enabled() and stage.loss is not None
         if not training:
-            results = self._runner.run(fed, False)
-            state.update(self.stage, self.catalogue, results)
-            return deliver(self.stage, results, ran_backward=torch.is_grad_enabled())
+            results = program.runner.run(fed, False)
+            state.update(self.stage, stage, self.catalogue, results)
+            return deliver(stage, results, ran_backward=torch.is_grad_enabled())
         params = [p for p in self.parameters() if p.requires_grad]
         before = [p.grad for p in params]
         try:
             for p in params:
                 p.grad = None
-            results = self._runner.run(fed, True)
+            results = program.runner.run(fed, True)
             self._sync.finish()
             sum_over_stages(self._tied)
             grads = [p.grad for p in params]
         finally:
             for p, grad in zip(params, before):
                 p.grad = grad
-        state.update(self.stage, self.catalogue, results)
-        outputs = deliver(self.stage, results, ran_backward=True)
-        outputs[self.stage.loss] = _HandOver.apply(outputs[self.stage.loss], torch.zeros((), requires_grad=True), grads, *params)
+        state.update(self.stage, stage, self.catalogue, results)
+        outputs = deliver(stage, results, ran_backward=True)
+        outputs[stage.loss] = _HandOver.apply(outputs[stage.loss], torch.zeros((), requires_grad=True), grads, *params)
         return outputs
 
     # --- training ----------------------------------------------------------------------------------------------------
@@ -141,6 +153,11 @@ class Sharded(nn.Module):
         return clip_grad_norm(self.stage, self.catalogue, max_norm, norm_type)
 
     # --- names and state ---------------------------------------------------------------------------------------------
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's pieces; an empty tensor that never has a gradient, if its stage has none, as an optimizer must have something."""
+        held = [p for _, p in self.named_parameters()]
+        return iter(held or [self._nothing[0]])
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self._named("parameter", prefix, remove_duplicate)
@@ -173,6 +190,10 @@ class Sharded(nn.Module):
             RunError: naming a missing, unexpected or wrongly shaped entry; nothing has been loaded then.
         """
         state.scatter(self.stage, self.catalogue, state_dict, strict)
+
+
+def _result(program: Compiled, outputs: list) -> Any:
+    return program.interface.result({spec.leaf: x for spec, x in zip(program.stage.outputs, outputs)})
 
 
 class _HandOver(torch.autograd.Function):

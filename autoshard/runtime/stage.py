@@ -16,9 +16,12 @@ from torch import nn
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
 from autoshard.placement import local_shape, parse_layout
+from autoshard.runtime.axis import Axis
 from autoshard.runtime.pieces import take
 from autoshard.runtime.random import Streams
+from autoshard.runtime.regather import Regather
 from autoshard.runtime.world import World
+from autoshard.runtime.zero import Shard
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Param:
     names: all its names in the user's model, canonical first.
     sync: axes over which its gradient is summed once a step; its gradient is a summand along them before, whole after.
     stages: pipeline stages that hold it; its gradient is summed over them too.
+    zero: its ZeRO level. From 1 on ``layout`` cuts it along data: so lies the piece that the optimizer updates. At levels 1 and 2 forward
+        reads it whole along data; at level 3 it reads the piece, and gathers it itself.
     """
 
     names: tuple[str, ...]
@@ -39,6 +44,7 @@ class Param:
     persistent: bool = True
     sync: tuple[str, ...] = ()
     stages: tuple[int, ...] = (0,)
+    zero: int = 0
 
     @property
     def name(self) -> str:
@@ -63,7 +69,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that crosses from one stage to the next, with its *local* shape."""
+    """A tensor that crosses from one stage to the next, with its *local* shape. requires_grad: whether a gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -118,8 +124,13 @@ class StageModule(nn.Module):
     updates: tuple[str, ...] = ()
     loss: int | None = None
 
-    def __init__(self, world: World):
-        """Raises RunError if this is not the module of the world's rank."""
+    def __init__(self, world: World, like: StageModule | None = None):
+        """RunError if this is not the module of the world's rank.
+
+        Args:
+            like: the module of another program of the same model, which holds the parameters and buffers of this one too. RunError if it
+                has not all of them, or they lie otherwise there.
+        """
         super().__init__()
         if world.mesh.shape != tuple(self.mesh) or world.rank != self.rank:
             raise RunError(
@@ -127,14 +138,46 @@ class StageModule(nn.Module):
             )
         self.world, self.device = world, world.device
         self.data, self.tensor = world.axes
-        self.streams = Streams(world.axes, world.stage, world.device, world.common_seed())
+        self.streams = Streams(world.axes, world.stage, world.device, world.common_seed()) if like is None else like.streams
+        self.shards: dict[str, Shard] = {}
+        self.alike = True  # whether gradients are summed over the same ranks as those of ``like``
+        self._buffers_of: dict[str, str] = {}  # attribute: that of ``like``
+        self._regather = Regather()
         for attribute, param in self.params.items():
+            if like is not None and param.kind != "constant":
+                continue
+            if param.zero in (1, 2):
+                self.shards[attribute] = Shard(param.shape, param.layout, param.dtype, world)
+                setattr(self, attribute, self.shards[attribute].whole)
+                continue
             shape = local_shape(param.shape, parse_layout(param.layout), world.mesh.sizes, world.coords)
             tensor = torch.empty(shape, dtype=param.dtype, device=world.device)
             if param.kind == "parameter":
                 self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=param.requires_grad))
             else:
                 self.register_buffer(attribute, tensor, persistent=param.persistent)
+        if like is not None:
+            self._share(like)
+
+    def _share(self, other: StageModule) -> None:
+        theirs = {param.name: (attribute, param) for attribute, param in other.params.items()}
+        for attribute, param in self.params.items():
+            if param.kind == "constant":
+                continue
+            where, there = theirs.get(param.name, (None, None))
+            if there is None or (there.layout, there.zero) != (param.layout, param.zero):
+                raise RunError(f"{param.name!r} lies as {param.layout} here, and {there.layout if there else 'on another stage'} there")
+            self.alike &= not param.requires_grad or (there.sync, there.stages) == (param.sync, param.stages)
+            if where in other.shards:
+                self.shards[attribute] = other.shards[where]
+            if param.kind == "buffer":
+                self._buffers_of[attribute] = where
+            setattr(self, attribute, getattr(other, where))
+
+    def share_buffers(self, other: StageModule) -> None:
+        """Hold the buffers that ``other`` has now: a step may have replaced them."""
+        for attribute, where in self._buffers_of.items():
+            setattr(self, attribute, getattr(other, where))
 
     def generator(self, cut_along: tuple[str, ...]) -> torch.Generator:
         """Random numbers for a value that is cut along these axes: the same where it is replicated, others where it is cut."""
@@ -143,6 +186,17 @@ class StageModule(nn.Module):
     def random(self, cut_along: tuple[str, ...]) -> AbstractContextManager:
         """The same for ops that can only draw from torch's default generator: within, it is that stream."""
         return self.streams.fork(*cut_along)
+
+    def gather(self, piece: torch.Tensor, text: str, axis: Axis, size: int) -> torch.Tensor:
+        """``rt.convert`` of a weight of ZeRO level 3 to a whole one, which is not kept for backward: there it is gathered again."""
+        return self._regather.gather(piece, text, axis, size)
+
+    def __call__(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
+        """``forward``, with the weights of ZeRO level 3 kept in pieces between forward and backward."""
+        if not any(param.zero == 3 for param in self.params.values()):
+            return super().__call__(*args, **kwargs)
+        with self._regather.hooks():
+            return super().__call__(*args, **kwargs)
 
     def prologue(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The extras of one micro-batch, computed before the first forward."""
@@ -154,15 +208,17 @@ class StageModule(nn.Module):
         return tuple(inspect.signature(getattr(cls, method)).parameters)[1:]
 
     def held(self) -> Iterator[tuple[Param, torch.Tensor]]:
-        """What this rank holds: (description, local tensor), in the order of ``params``."""
+        """What this rank holds: (description, local tensor), in the order of ``params``. Under ZeRO the tensor is the optimizer's piece."""
         for attribute, param in self.params.items():
-            yield param, getattr(self, attribute)
+            yield param, self.shards[attribute].piece if attribute in self.shards else getattr(self, attribute)
 
-    def load(self, get: Callable[[str], torch.Tensor]) -> None:
-        """Fill in this rank's pieces; ``get`` gives the whole tensor of a name. RunError if one has another shape."""
+    def load(self, get: Callable[[str], torch.Tensor | None]) -> None:
+        """Fill in this rank's pieces; ``get`` gives the whole tensor of a name, None to leave it. RunError if one has another shape."""
         with torch.no_grad():
             for param, tensor in self.held():
                 whole = get(param.name)
+                if whole is None:
+                    continue
                 if tuple(whole.shape) != param.shape:
                     raise RunError(f"{param.name!r} has shape {tuple(whole.shape)}; the model was compiled with {param.shape}")
                 tensor.copy_(take(whole, parse_layout(param.layout), self.world.mesh.sizes, self.world.coords))

@@ -83,18 +83,22 @@ def scatter(stage: StageModule, params: Mapping[str, Param], state: Mapping[str,
 
 
 @torch.no_grad()
-def update(stage: StageModule, params: Mapping[str, Param], results: Sequence[Sequence[torch.Tensor]] | None) -> None:
+def update(
+    stage: StageModule, program: StageModule, params: Mapping[str, Param], results: Sequence[Sequence[torch.Tensor]] | None
+) -> None:
     """Give the buffers that forward changes their new values. A collective on a mesh with a pipeline, if there are any.
 
     Buffers are replaced, not written to: a backward that is still to come may need the old values.
 
     Args:
+        stage: holds the buffers.
+        program: what ran.
         params: the catalogue.
         results: what each micro-batch's forward returned; None on all stages but the last.
     """
-    values = results[-1][len(stage.outputs) :] if results is not None else [None] * len(stage.updates)
+    values = results[-1][len(program.outputs) :] if results is not None else [None] * len(program.updates)
     attributes = {param.name: attribute for attribute, param in stage.params.items()}
-    for name, value in zip(stage.updates, values):
+    for name, value in zip(program.updates, values):
         param = params[name]
         value = torch.empty(param.shape, dtype=param.dtype, device=stage.device) if value is None else value.to(param.dtype, copy=True)
         if stage.world.mesh.pipeline > 1:

@@ -237,8 +237,9 @@ def test_scale_of_gradients_with_stages_micro_batches_and_data_ranks(mesh, micro
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=str)
-def test_axes_of_size_one(mesh):
-    equal(Tokens, valid_labels(4, 3, 9, 10), mesh, microbatches=4)
+@pytest.mark.parametrize("zero", (0, 3))
+def test_axes_of_size_one(mesh, zero):
+    equal(Tokens, valid_labels(4, 3, 9, 10), mesh, microbatches=4, zero=zero)
 
 
 class Normed(nn.Module):

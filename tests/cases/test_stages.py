@@ -48,10 +48,13 @@ def ids13(batch=4):
     return lambda: {"ids": torch.randint(0, 13, (batch, 6))}
 
 
-@pytest.mark.parametrize("mesh, cut", [((1, 1, 2), "R"), ((1, 1, 4), "R"), ((2, 1, 2), "R"), ((1, 2, 2), "S(0)")], ids=str)
-def test_embedding_and_head_share_a_weight_over_the_stages(mesh, cut):
-    plan = equal(TiedHead, ids13(), mesh, tensor(cut, "embed.weight"), steps=10, microbatches=2)
-    assert plan.params["embed.weight"] == f"[R, {cut}]"
+TIED = [((1, 1, 2), "R", 0), ((1, 1, 4), "R", 0), ((2, 1, 2), "R", 0), ((2, 1, 2), "R", 1), ((2, 1, 2), "R", 3), ((1, 2, 2), "S(0)", 0)]
+
+
+@pytest.mark.parametrize("mesh, cut, zero", TIED, ids=str)
+def test_embedding_and_head_share_a_weight_over_the_stages(mesh, cut, zero):
+    plan = equal(TiedHead, ids13(), mesh, tensor(cut, "embed.weight"), steps=10, microbatches=2, zero=zero)
+    assert zero or plan.params["embed.weight"] == f"[R, {cut}]"
 
 
 def test_a_shared_weight_is_saved_once_under_all_its_names():
@@ -156,9 +159,13 @@ class Lora(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+FROZEN = {"plain": {}, "zero_1": {"zero": 1}, "zero_3": {"zero": 3}, "recompute": {"recompute": "on"}}
+
+
+@pytest.mark.parametrize("options", FROZEN.values(), ids=FROZEN.keys())
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=str)
-def test_frozen_parameters_and_a_stage_that_trains_nothing(mesh):
-    equal(Lora, ids13(), mesh, microbatches=2)
+def test_frozen_parameters_and_a_stage_that_trains_nothing(mesh, options):
+    equal(Lora, ids13(), mesh, microbatches=2, **options)
 
 
 def test_frozen_parameters_have_no_gradient_and_no_optimizer_state():

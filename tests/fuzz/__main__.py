@@ -12,7 +12,8 @@ import torch
 
 from .draws import Draw, draw
 from .generate import generate
-from .trial import Outcome, Subject, doubles, same_outcome, shrink
+from .shrink import same_outcome, shrink
+from .trial import Outcome, Subject, doubles
 
 
 def subject(seed: int) -> tuple[Subject, Random]:

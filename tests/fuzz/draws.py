@@ -59,7 +59,9 @@ def solvers(seed: int | None) -> Solvers:
     """The cheapest answers, or random legal ones."""
     if seed is None:
         return CHEAPEST
-    return Solvers(lambda problem, time_limit: _random_shardings(problem, Random(seed)), lambda problem: _random_cuts(problem, Random(seed)))
+    return Solvers(
+        lambda problem, time_limit: _random_shardings(problem, Random(seed)), lambda problem: _random_cuts(problem, Random(seed))
+    )
 
 
 def _random_shardings(problem: ShardingProblem, rng: Random) -> ShardingSolution:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from random import Random
 
+from . import layers, layouts, lookups, pointwise  # noqa: F401  (they fill STEPS)
 from .maker import Maker, SkipStep
-from .ops import STEPS
+from .registry import STEPS
 from .spec import Spec, Value, Weight
 
 CLASSES = 7
@@ -81,7 +82,7 @@ def _finish(m: Maker) -> Spec | None:
 def _term(m: Maker, v: Value) -> str:
     """A scalar made of a value, as an expression."""
     rng, x = m.rng, v.text
-    kinds = ["mean", "sum", "mse", "weighted", "l1"]
+    kinds = ["mean", "sum", "mse", "weighted", "l1", "logits", "none"]
     if v.lead and len(v.shape) >= 2:
         kinds += ["classes"] * 4
     kind = rng.choice(kinds)
@@ -94,6 +95,12 @@ def _term(m: Maker, v: Value) -> str:
         how = rng.choice(("F.mse_loss", "F.l1_loss", "F.smooth_l1_loss", "F.huber_loss"))
         extra = rng.choice(("", "", ', reduction="sum"'))
         return f"{how}({x}, {target}{extra})"
+    if kind == "logits" and v.lead:
+        target = m.input(f"torch.rand({', '.join(map(str, v.shape))})").text
+        return rng.choice((f"F.binary_cross_entropy_with_logits({x}, {target})", f"F.kl_div(F.log_softmax({x}, -1), {target}.softmax(-1))"))
+    if kind == "none" and v.lead:
+        target = m.input(f"torch.randn({', '.join(map(str, v.shape))})").text
+        return f"F.mse_loss({x}, {target}, reduction='none').{rng.choice(('mean', 'sum', 'amax'))}()"
     if kind == "classes":
         return _classes(m, v)
     return f"{x}.square().mean()"
@@ -123,4 +130,3 @@ def _classes(m: Maker, v: Value) -> str:
     if rng.random() < 0.2 and not extra:
         return f"F.nll_loss(F.log_softmax({x}, -1), {y})"
     return f"F.cross_entropy({x}, {y}{extra})"
-

@@ -99,6 +99,12 @@ class Maker:
             raise SkipStep
         return self.rng.choice(dims)
 
+    def need_distinct(self, value: Value, dim: int) -> None:
+        """Skip the step unless no two numbers along ``dim`` are equal but for rounding."""
+        ordered = value.tensor.detach().sort(dim).values
+        if ordered.shape[dim] > 1 and bool((ordered.diff(dim=dim) < 1e-9).any()):
+            raise SkipStep
+
     def spell(self, dim: int, value: Value) -> int:
         """A dim, sometimes counted from the end."""
         return dim - len(value.shape) if self.rng.random() < 0.5 else dim

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -67,17 +67,14 @@ class Spec:
         lines += [f"    return {{{', '.join(f'{name!r}: {text}' for name, text in self.inputs)}}}"]
         return "\n".join(lines).replace("'", '"') + "\n"
 
-    def load(self, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, dict]:
+    def load(self) -> tuple[nn.Module, dict]:
         """The module and one batch; what is random in them comes from torch's generator. The default dtype is float64 afterwards."""
-        text = self.source().replace("torch.float64", str(dtype))
+        text = self.source()
         filename = f"<fuzz {abs(hash(text))}>"
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         scope: dict = {"__name__": "fuzzed"}
-        try:
-            exec(compile(text, filename, "exec"), scope)
-            return scope["Model"](), scope["batch"]()
-        finally:
-            torch.set_default_dtype(torch.float64)
+        exec(compile(text, filename, "exec"), scope)
+        return scope["Model"](), scope["batch"]()
 
     def pruned(self) -> Spec:
         """Without steps, weights and inputs that nothing reads (one input is left)."""
@@ -104,12 +101,11 @@ def mentions(text: str, name: str) -> bool:
 
 @dataclass
 class Value:
-    """A value while a model is being made. text: how to read it. lead: its dim 0 holds the samples. fixed: not an input's, so the same for all."""
+    """A value while a model is being made. text: the expression that reads it. lead: its dim 0 holds the samples."""
 
     text: str
     tensor: torch.Tensor
     lead: bool = True
-    tags: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autoshard import compiler, passes
 from autoshard.capture import capture
@@ -26,12 +29,14 @@ from .spec import Spec
 
 STEPS = 2
 TIMEOUT = 60.0
-ROUNDING = 20.0  # how much worse the rounding of a sharded run may be than a run on one device makes believe
+NUDGE = 1e-14  # fifty times rounding
+UNFIT = 1e-6  # a model that moves so far when it is nudged hangs on ties, and says nothing
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: "equal", "refused" (an error that is right to be raised here), "wrong" (numbers) or "broken" (any other error).
+    """kind: "equal", "refused" (an error that is right to be raised here), "unfit" (the numbers hang on rounding), "wrong" (numbers)
+    or "broken" (any other error).
 
     key: what two outcomes of the same cause have in common.
     """
@@ -42,7 +47,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        return self.kind in ("equal", "refused")
+        return self.kind in ("equal", "refused", "unfit")
 
 
 @contextmanager
@@ -69,35 +74,40 @@ class Subject:
         self.model, first = spec.load()
         self.batches = [first, *(spec.load()[1] for _ in range(STEPS - 1))]
         self.batch = max((t.shape[0] for t in first.values() if t.dim()), default=1)
-        self.shapes = {name: tuple(t.shape) for name, t in [*self.model.named_parameters(), *first.items()]}
         self.local = Local(Trial(self.model, tuple(self.batches), None, seed, tolerance_of(torch.float64)), TIMEOUT)
 
     @cached_property
     def captured(self):
         return capture(self.model, self.batches[0])
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters and inputs that the model reads, by name."""
+        program = passes.run("canonicalize", self.captured.program)
+        return {known.name: known.shape for known in (*program.params.values(), *program.inputs.values())}
+
     @cached_property
     def unsteady(self) -> dict[tuple[str, str], float]:
-        """By (kind, name): how much of a gradient or an output may be rounding, relative to its size.
+        """By (kind, name): how far a gradient, output or loss moves, relative to its size, if every op's result is changed by ``NUDGE``.
 
-        Judged by the difference that float32 makes. What cancels out, or is divided by next to nothing, can't be told any better.
+        What cancels out, is divided by next to nothing, or hangs on which of two equal numbers is larger, can't be told any better.
         """
-        exact, rough = self._numbers(torch.float64), self._numbers(torch.float32)
-        coarser = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-        return {key: ROUNDING * coarser * relative_error(rough[key], t) for key, t in exact.items() if key in rough}
+        moved: dict[tuple[str, str], float] = defaultdict(float)
+        for batch in self.batches:
+            calm = self._numbers(batch, nullcontext())
+            for seed in range(3):
+                torch.manual_seed(seed)
+                for key, t in self._numbers(batch, _Nudged()).items():
+                    moved[key] = max(moved[key], relative_error(t, calm[key]))
+        return moved
 
-    def _numbers(self, dtype: torch.dtype) -> dict[tuple[str, str], torch.Tensor]:
-        model, _ = self.spec.load(dtype)
-        model.load_state_dict(self.model.state_dict())
-        torch.set_default_dtype(dtype)
-        try:
-            found = model(**{name: t.to(dtype) if t.is_floating_point() else t for name, t in self.batches[0].items()})
-            found["loss"].backward()
-        finally:
-            torch.set_default_dtype(torch.float64)
+    def _numbers(self, batch: dict, mode) -> dict[tuple[str, str], torch.Tensor]:
+        model = copy.deepcopy(self.model)
+        with mode:
+            found = model(**copy.deepcopy(batch))
+        found["loss"].backward()
         numbers = {("gradient", name): p.grad for name, p in model.named_parameters() if p.grad is not None}
-        numbers |= {("output", name): t.detach() for name, t in found.items()}
-        return {key: t.to(torch.float64) if t.is_floating_point() else t for key, t in numbers.items()}
+        return numbers | {("output", name): t.detach() for name, t in found.items()} | {("loss", ""): found["loss"].detach()}
 
     def run(self, draw: Draw) -> Outcome:
         try:
@@ -123,7 +133,17 @@ class Subject:
         wrong = [row for row in found.rows if not row.ok and row.error > self.unsteady.get((row.kind, row.name), 0.0)]
         if not wrong:
             return Outcome("equal")
+        if max(self.unsteady.values()) > UNFIT:
+            return Outcome("unfit")
         return Outcome("wrong", "\n".join(map(_say, wrong[:12])), wrong[0].kind)
+
+
+class _Nudged(TorchFunctionMode):
+    """Every floating point result is changed by about ``NUDGE``."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, lambda t: t * (1.0 + NUDGE * torch.randn_like(t)) if t.is_floating_point() else t, out)
 
 
 def _say(row: Row) -> str:
@@ -146,7 +166,15 @@ def _right(error: AutoshardError, text: str, draw: Draw, batch: int) -> bool:
 
 
 def _reason(text: str) -> str:
-    for words in ("legal cut points", "do not divide", "mixes the samples", "is needed before the first", "can't be", "no combination", "no parameter"):
+    for words in (
+        "legal cut points",
+        "do not divide",
+        "mixes the samples",
+        "is needed before the first",
+        "can't be",
+        "no combination",
+        "no parameter",
+    ):
         if words in text:
             return words
     return text.split("\n")[0]
@@ -162,95 +190,3 @@ def _frames(error: BaseException) -> str:
     """Where it was raised, without torch's own frames."""
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     return "".join(traceback.format_list([f for f in frames if "/torch/" not in f.filename][-4:]))
-
-
-def same_outcome(spec: Spec, draw: Draw, seed: int, key: str, kind: str) -> bool:
-    """Whether a smaller model on a smaller draw still fails in the same way."""
-    try:
-        outcome = Subject(spec, seed).run(draw)
-    except Exception:  # a model that does not even run
-        return False
-    return outcome.kind == kind and outcome.key == key
-
-
-Fails = Callable[[Spec, Draw], bool]
-
-
-def shrink(spec: Spec, draw: Draw, fails: Fails, tries: int = 150) -> tuple[Spec, Draw]:
-    """The smallest model and draw that greedy steps lead to and that still fail."""
-    left = tries
-    changed = True
-    while changed and left > 0:
-        changed = False
-        for candidate in draw.smaller():
-            left -= 1
-            if fails(spec, candidate):
-                draw, changed = candidate, True
-                break
-        for candidate in _smaller(spec):
-            left -= 1
-            if left <= 0:
-                break
-            if fails(candidate, draw):
-                spec, changed = candidate, True
-                break
-    return spec, draw
-
-
-def _smaller(spec: Spec):
-    """Models with a part less: outputs, terms of the loss, then each step, the last ones first."""
-    pruned = spec.pruned()
-    if pruned != spec:
-        yield pruned
-    for i in range(len(spec.outputs)):
-        yield replace(spec, outputs=spec.outputs[:i] + spec.outputs[i + 1 :]).pruned()
-    terms = spec.loss.split(" + ")
-    if len(terms) > 1:
-        for i in range(len(terms)):
-            yield replace(spec, loss=" + ".join(terms[:i] + terms[i + 1 :])).pruned()
-    yield from _without_steps(spec)
-    for i, weight in enumerate(spec.weights):
-        if weight.frozen:
-            yield replace(spec, weights=spec.weights[:i] + (replace(weight, frozen=False),) + spec.weights[i + 1 :])
-
-
-def _without_steps(spec: Spec):
-    from .spec import HEADER, Step
-
-    scope: dict = {}
-    exec(HEADER, scope)
-    model, batch = spec.load()
-    scope |= {"self": model, **batch}
-    shapes: dict[str, torch.Tensor] = dict(batch)
-    for step in spec.steps:
-        exec("\n".join(step.lines()), scope)
-        shapes |= {name: scope[name] for name in step.outs}
-    for i in reversed(range(len(spec.steps))):
-        step = spec.steps[i]
-        earlier = [*batch, *(name for s in spec.steps[:i] for name in s.outs)]
-        replaced = []
-        for out in step.outs:
-            want = shapes[out]
-            like = [n for n in earlier if shapes[n].shape == want.shape and shapes[n].dtype == want.dtype]
-            size = ", ".join(map(str, want.shape)) + ("," if want.dim() == 1 else "")
-            made = f"torch.randn({size})" if want.is_floating_point() else f"torch.randint(0, 2, ({size}))"
-            made += ".bool()" if want.dtype == torch.bool else ""
-            lead = want.dim() and want.shape[0] == max((t.shape[0] for t in batch.values() if t.dim()), default=1)
-            replaced.append((out, [f"{out} = {n}" for n in like[-1:]], made if lead else None, size if want.is_floating_point() else None))
-        for mode in ("like", "input", "weight"):
-            lines, inputs, weights = [], [], []
-            for out, like, made, size in replaced:
-                if mode == "like" and like:
-                    lines.append(Step((out,), like[0].replace(like[0].split(" = ")[1], "{0}"), (like[0].split(" = ")[1],)))
-                elif mode == "input" and made:
-                    inputs.append((f"x_{out}", made))
-                    lines.append(Step((out,), f"{out} = {{0}}", (f"x_{out}",)))
-                elif mode == "weight" and size is not None:
-                    from .spec import Weight
-
-                    weights.append(Weight(f"p_{out}", f"nn.Parameter(torch.randn({size}))" if size else "nn.Parameter(torch.randn(()))"))
-                    lines.append(Step((out,), f"{out} = {{0}}", (f"self.p_{out}",)))
-            trivial = len(step.inputs) == 1 and step.template.endswith("= {0}")
-            if len(lines) == len(step.outs) and not trivial:
-                steps = spec.steps[:i] + tuple(lines) + spec.steps[i + 1 :]
-                yield replace(spec, steps=steps, inputs=spec.inputs + tuple(inputs), weights=spec.weights + tuple(weights)).pruned()

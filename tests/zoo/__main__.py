@@ -12,7 +12,7 @@ import torch
 
 from . import ZOO
 from .cells import MESHES, Cell, run
-from .coverage import coverage
+from .coverage import coverage, programs
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     meshes = arguments.meshes.split("/")
     torch.set_num_threads(1)
     if arguments.coverage:
-        for line in coverage(models):
+        for line in coverage(programs(models)):
             print(line, flush=True)
         return 0
     dtype = getattr(torch, arguments.dtype)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from autoshard.capture import capture
-from autoshard.errors import AutoshardError
 from autoshard.passes.canonicalize import canonicalize
-from autoshard.program import is_getitem
+from autoshard.program import Program, is_getitem
 from autoshard.rules import RuleWarning, rule_for
 from autoshard.rules.notation import OpRule
 
 from . import make
 
 
-def coverage(models: Iterable[str]) -> Iterable[str]:
-    """Lines of text: every ATen op, how often it occurs, in how many models, and its rule at its first call."""
+def programs(models: Iterable[str]) -> Iterator[tuple[str, Program]]:
+    """Every model's canonical program."""
+    for model in models:
+        yield model, canonicalize(capture(*make(model)).program)
+
+
+def coverage(programs: Iterable[tuple[str, Program]]) -> Iterator[str]:
+    """Lines of text: every ATen op, how often it occurs, in how many models, and its rule where it has most to shard."""
     calls: dict[str, list[tuple[str, OpRule]]] = defaultdict(list)
     why: dict[str, str] = {}
-    for model in models:
-        try:
-            program = canonicalize(capture(*make(model)).program)
-        except AutoshardError as error:
-            yield f"{model}: {error.what}"
-            continue
+    for model, program in programs:
         for node in program.ops:
             if is_getitem(node):
                 continue
@@ -33,12 +33,12 @@ def coverage(models: Iterable[str]) -> Iterable[str]:
                 warnings.simplefilter("always", RuleWarning)
                 calls[str(node.target)].append((model, rule_for(node)))
             if caught:
-                why[str(node.target)] = str(caught[0].message).splitlines()[0]
+                why.setdefault(str(node.target), str(caught[0].message).splitlines()[0])
     yield f"{'op':45} {'calls':>6} {'models':>6}  rule"
     for op, found in sorted(calls.items()):
-        fallback = [rule for _, rule in found if rule.fallback]
+        replicated = sum(rule.fallback for _, rule in found)
         best = max((rule for _, rule in found), key=lambda rule: len(free(rule)))
-        note = f"REPLICATED: {why.get(op, 'no rule')}" if fallback else text(best)
+        note = text(best) + (f"; REPLICATED {replicated} times: {why.get(op, 'no rule')}" if replicated else "")
         yield f"{op:45} {len(found):6} {len({model for model, _ in found}):6}  {note}"
     missing = sum(any(rule.fallback for _, rule in found) for found in calls.values())
     yield f"{len(calls)} ops, {missing} without a rule"

@@ -1,0 +1,82 @@
+"""What is done to save memory, beside cutting the model: ZeRO levels, and layers that backward computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isqrt, prod
+
+from torch import fx
+
+from autoshard.errors import PlanError
+from autoshard.placement import Layout, R, cut_over_data
+from autoshard.planning.fold import fold
+from autoshard.planning.stages import alive_across
+from autoshard.program import Program, tensors
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What is asked for: one ZeRO level for all weights, and whether layers are computed again."""
+
+    zero: int = 0
+    recompute: bool = False
+
+    @classmethod
+    def of(cls, zero: int | str, recompute: str) -> Saving:
+        """From the user's ``zero=`` and ``recompute=``. Raises PlanError."""
+        if isinstance(zero, bool) or zero not in (0, 1, 2, 3, "auto"):
+            raise PlanError(f"zero={zero!r} is no ZeRO level", hint='use 0, 1, 2, 3 or "auto"')
+        if recompute not in ("on", "off", "auto"):
+            raise PlanError(f"recompute={recompute!r} can't be", hint='use "on", "off" or "auto"')
+        return cls(0 if zero == "auto" else zero, recompute == "on")
+
+
+NOTHING = Saving()
+
+
+def zero_levels(program: Program, layouts: Mapping[fx.Node, Layout], wanted: int) -> dict[str, int]:
+    """The level of every parameter by name, given that ``wanted`` is asked for all.
+
+    Lower are those of frozen weights, which have no gradient and no state (so 3, or 0), and of weights of which no dim can be cut in as
+    many pieces as there are data ranks (0): scalars, and small vectors.
+
+    Args:
+        layouts: how placeholders lie without ZeRO.
+    """
+    levels = {}
+    for node in program.graph.nodes:
+        param = program.params.get(node.name) if node.op == "placeholder" else None
+        if param is None or param.kind != "parameter":
+            continue
+        can = node.users and not node.meta.get("prologue") and layouts[node][0] == R
+        can = can and cut_over_data(layouts[node], param.shape, program.mesh.sizes) is not None
+        levels[param.name] = wanted if can and (param.requires_grad or wanted == 3) else 0
+    return levels
+
+
+def layer_regions(program: Program, pure: set[fx.Node]) -> dict[str, int]:
+    """Number of its region by op name: the layers of the model, or, where none repeats, blocks between narrow places.
+
+    Ops of no layer (embeddings, head, loss) are in none. ``pure``: values that depend on inputs and constants alone.
+    """
+    ops = program.ops
+    spans = sorted((start, start + layers.period) for layers in fold(program).layers for start in layers.starts)
+    spans = [span for span in spans if any(node not in pure for node in ops[slice(*span)])] or _blocks(program, pure)
+    return {node.name: number for number, (start, end) in enumerate(spans) for node in ops[start:end]}
+
+
+def _blocks(program: Program, pure: set[fx.Node]) -> list[tuple[int, int]]:
+    """About the square root of n blocks, n the number of places where one value is alive. The last block, which backward needs at
+    once, is left alone."""
+    alive = alive_across(program, pure)
+    sizes = [sum(prod(t.shape) * t.element_size() for n in values for t in tensors(n.meta["val"])) for _, values in alive]
+    narrow = [i for i, (node, values) in enumerate(alive[:-1]) if len(values) == 1 and node not in pure]
+    wanted = isqrt(len(narrow)) + 1
+    step = len(alive) / wanted
+    cuts: list[int] = []
+    for i in range(1, wanted):
+        near = [at for at in narrow if abs(at + 1 - i * step) <= step / 2 and (not cuts or at + 1 > cuts[-1])]
+        if near:
+            cuts.append(min(near, key=lambda at: (sizes[at], at)) + 1)
+    return list(zip([0, *cuts], cuts))

@@ -1,0 +1,109 @@
+"""Small models, and one way to train them on a mesh of ranks in lockstep under any ZeRO level, with or without recomputation."""
+
+import functools
+
+import torch
+import transformers
+from torch import nn
+
+from autoshard import passes
+from autoshard.capture import capture
+from autoshard.checking.local import run_ranks
+from autoshard.checking.lockstep import Lockstep
+from autoshard.cluster import Cluster
+from autoshard.compiler import Prepared, plan_for
+from autoshard.mesh import Mesh
+from autoshard.planning.saving import Saving
+from autoshard.runtime.world import open_world
+from autoshard.verifier import Reference
+
+
+def gpt2(dropout=0.0):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=99, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout
+    )
+    ids = torch.randint(0, 99, (8, 16))
+    return transformers.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 99, (8, 16))
+    return transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+class Odd(nn.Module):
+    """Sizes that nothing divides, a scalar, a weight of one element, a frozen layer, a weight that is read twice; no layer repeats."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(7, 13)
+        self.frozen = nn.Linear(13, 11).requires_grad_(False)
+        self.twice = nn.Parameter(torch.randn(11, 11) / 4)
+        self.down = nn.Linear(11, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.25]))
+
+    def forward(self, x, target):
+        h = torch.tanh(self.frozen(torch.tanh(self.up(x))))
+        h = torch.tanh(h @ self.twice) @ self.twice.t()
+        y = self.down(h) * self.scale + self.shift
+        return ((y - target) ** 2).mean(), y
+
+
+def odd():
+    torch.manual_seed(0)
+    return Odd().double(), {"x": torch.randn(12, 7).double(), "target": torch.randn(12, 5).double()}
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "odd": odd}
+
+
+class Case:
+    """A model on one device, and whatever one wants to compare with it. Traced once."""
+
+    def __init__(self, model: nn.Module, batch: dict, steps: int = 2):
+        self.model, self.batch = model, batch
+        self.captured = capture(model, batch)
+        self.program = passes.run("canonicalize", self.captured.program)
+        self.steps = steps
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        return Reference(self.model, self.batch, steps=self.steps, backend="local")
+
+    def plan(self, mesh, zero=0, recompute="off", microbatches=None):
+        mesh = Mesh.of(mesh)
+        self.program.mesh = mesh
+        m = microbatches or (4 if mesh.pipeline > 1 else 1)
+        saving = Saving.of(zero, recompute)
+        cluster = Cluster.of("a100-dgx")
+        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving)[0]
+
+    def prepared(self, plan) -> Prepared:
+        return Prepared.of(self.captured, plan, plan.mesh, self.batch)
+
+    def check(self, mesh, *args, **options):
+        """Train on the mesh as on one device; returns the plan."""
+        plan = self.plan(mesh, *args, **options)
+        ready = self.prepared(plan)
+        report = self.reference.verify(mesh, build=lambda model, batch: ready.sharded(model, open_world(plan.mesh)))
+        assert report.equal, report.text()
+        return plan
+
+    def on_ranks(self, plan, work):
+        """What ``work(sharded)`` gives on every rank."""
+        ready, lockstep = self.prepared(plan), Lockstep(plan.mesh.size)
+        results = run_ranks(lockstep, plan.mesh, lambda world: work(ready.sharded(self.model, world)), 60)
+        assert results is not None, lockstep.mismatch
+        return results
+
+
+@functools.cache
+def case(name: str) -> Case:
+    return Case(*MODELS[name]())
