@@ -14,7 +14,7 @@ from autoshard import passes
 from autoshard.capture import Captured, capture
 from autoshard.cluster import Cluster, parse_bytes
 from autoshard.emit import RankProgram, emit
-from autoshard.errors import PlanError
+from autoshard.errors import MeshError, PlanError
 from autoshard.launching import Deferred, interface, load_source, one_plan_for_all, sharded_module, start, write_folder
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
@@ -259,6 +259,8 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
 def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with_unused: bool = True) -> str:
     """The Python module of one rank. ``with_unused``: parameters that no op reads are held by the first stage, buffers by all."""
     mesh = rewritten.mesh
+    if not 0 <= rank < mesh.size:
+        raise MeshError(f"mesh {mesh} has no rank {rank}", hint=f"its ranks are 0 to {mesh.size - 1}")
     data, tensor, index = mesh.coords(rank)
     stage = rewritten.stages[index]
     local = passes.run("localize", stage.program, (data, tensor))

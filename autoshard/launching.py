@@ -20,7 +20,7 @@ from autoshard.program import Program
 from autoshard.runtime import launch
 from autoshard.runtime.interface import Argument, Interface
 from autoshard.runtime.sharded import Sharded
-from autoshard.runtime.world import World, open_world
+from autoshard.runtime.world import World, agree, open_world
 
 
 def start(mesh: Mesh) -> World:
@@ -83,6 +83,7 @@ def sharded_module(
 ) -> Sharded:
     """This rank's module with the user's weights in it."""
     weights = _weights(model, captured)
+    agree(world, weights, "the model's weights", "build the same model on every rank: call torch.manual_seed, or load one checkpoint")
     stage = load_source(source(world.rank), f"rank{world.rank}").Stage(world)
     stage.load(lambda name: weights[name])
     sharded = Sharded(stage, interface(captured, program, model.training))
@@ -94,6 +95,8 @@ def write_folder(folder: str | Path, model: nn.Module, captured: Captured, progr
     """See ``compiler.emit_folder``."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("rank*.py"):
+        old.unlink()  # of a larger mesh, it would stay beside the new ones
     for rank in range(plan.mesh.size):
         (folder / f"rank{rank}.py").write_text(source(rank))
     plan.save(folder / "plan.json")

@@ -20,6 +20,7 @@ from autoshard.runtime.pipeline import Loop, Pipeline
 from autoshard.runtime.programs import Compiled, Programs
 from autoshard.runtime.stage import Param, StageModule
 from autoshard.runtime.whole import is_whole
+from autoshard.runtime.world import agree
 from autoshard.runtime.zero import gather
 
 WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "LBFGS", "Muon")
@@ -44,6 +45,7 @@ class Sharded(nn.Module):
 
     def __init__(self, stage: StageModule, interface: Interface):
         super().__init__()
+        self._agreed = False
         self.stage = stage  # named_parameters and state_dict look through it: names are the user's
         self.interface = interface
         self.world = stage.world
@@ -96,7 +98,11 @@ class Sharded(nn.Module):
     def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Compiled, list[torch.Tensor | Lazy]]:
         """The program that ran, and what stands for each entry of its stage's ``outputs``."""
         program = self.programs.pick(self.training, args, kwargs)
-        fed = feeds(program.stage, program.interface.bind(args, kwargs))
+        batch = program.interface.bind(args, kwargs)
+        if not self._agreed:  # once: a script that gives every rank its own batch does so from the first step
+            agree(self.world, batch, "the arguments", "give every rank the whole global batch, the same on all")
+            self._agreed = True
+        fed = feeds(program.stage, batch)
         self._sync.reset()
         gather(self.stage.shards.values())
         if self.scheduled:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, RunError
 from autoshard.mesh import Mesh
 from autoshard.runtime.axis import Axis
 
@@ -156,3 +157,26 @@ def _connect(mesh: Mesh, device: torch.device) -> World:
         joint,
         device_mesh,
     )
+
+
+def agree(world: World, tensors: Mapping[str, torch.Tensor], what: str, hint: str) -> None:
+    """Raise RunError, the same on every rank, if the ranks hold different tensors. A collective; samples of each tensor are compared.
+
+    What must be the same everywhere, weights and global batch, differs silently where a script forgets its seed.
+    """
+    if world.mesh.size == 1:
+        return
+    mine = {name: _digest(tensor) for name, tensor in tensors.items()}
+    everyone: list[dict[str, str]] = [{}] * world.mesh.size
+    dist.all_gather_object(everyone, mine, group=world.everyone)
+    for rank, theirs in enumerate(everyone):
+        for name, digest in everyone[0].items():
+            if theirs.get(name) != digest:
+                raise RunError(f"{what} are not the same on all ranks: {name!r} of rank {rank} is not that of rank 0", hint=hint)
+
+
+@torch.no_grad()
+def _digest(tensor: torch.Tensor) -> str:
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().flatten()
+    sample = flat[:: max(1, flat.numel() // 512)][:1024].cpu().contiguous()
+    return hashlib.sha256(sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b"").hexdigest()[:16]
