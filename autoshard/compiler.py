@@ -68,7 +68,7 @@ def plan(
         AutoshardError: no plan; it says what is in the way.
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims)
-    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute)[0]
+    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute)
 
 
 def compile(
@@ -96,7 +96,7 @@ def compile(
     world = start(mesh)
     captured = capture(model, example_inputs, loss_fn, batch_dims)
     if plan is None:
-        plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options))[0])
+        plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options)))
     return Prepared.of(captured, plan, mesh, example_inputs, options.get("cluster")).sharded(model, world)
 
 
@@ -112,37 +112,35 @@ def _title(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute) -> tuple[Plan, Program]:
+def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute) -> Plan:
     """Capture -> the best plan over the numbers of micro-batches."""
     saving = Saving.of(zero, recompute)
     program = passes.run("canonicalize", captured.program)
     program.mesh = mesh
     cluster = Cluster.of(cluster)
     limit = parse_bytes(memory) if memory is not None else cluster.device.memory
-    best: tuple[float, Plan, Program] | None = None
+    best: Plan | None = None
     refused: PlanError | None = None
     for m in microbatch_candidates(program, mesh, microbatches):
         if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
             break
         try:
-            found, converted = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), saving=saving)
+            found = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), saving=saving)
         except PlanError as error:
             if microbatches is not None or mesh.pipeline == 1:
                 raise
             refused = refused or error
             continue
-        fits = found.peak_bytes <= limit
-        key = (not fits, found.step_seconds)
-        if best is None or key < best[0]:
-            best = (key, found, converted)
+        if best is None or (found.peak_bytes > limit, found.step_seconds) < (best.peak_bytes > limit, best.step_seconds):
+            best = found
     if best is None:
         raise refused
-    check_memory(best[1])
-    return best[1], best[2]
+    check_memory(best)
+    return best
 
 
-def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING) -> tuple[Plan, Program]:
-    """The plan for ``m`` micro-batches, and the program with its conversions. ``program`` is the canonical one; ``limit`` bytes a rank."""
+def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING) -> Plan:
+    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank."""
     start_time = time.perf_counter()
     cut: Microbatched = passes.run("microbatch", program, m)
     decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers, saving=saving)
@@ -150,11 +148,10 @@ def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, s
     strategies, stages = record(decision)
     plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
     plan.zero, plan.regions = decision.zero, decision.regions
-    converted = convert(cut.program, decision)
-    predict(plan, converted, cluster)
+    predict(plan, convert(cut.program, decision), cluster)
     logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
     plan.solver["plan_seconds"] = time.perf_counter() - start_time
-    return plan, converted
+    return plan
 
 
 def convert(program: Program, decision: Decision) -> Program:
@@ -226,7 +223,7 @@ class Prepared:
         refused: PlanError | None = None
         for m in dict.fromkeys([first.microbatches, *microbatch_candidates(program, mesh, None)]):
             try:
-                plan, _ = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving)
+                plan = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving)
                 if mesh.pipeline > 1:
                     plan.stages = same_stages(first, self.rewritten.stages, unread, passes.run("microbatch", program, m).program)
             except PlanError as error:

@@ -10,7 +10,7 @@ from torch import fx
 
 from autoshard import ops
 from autoshard.errors import PlanError
-from autoshard.placement import R_STAR, Layout, R, format_layout
+from autoshard.placement import CONVERSIONS, R_STAR, Layout, R, format_layout, parse_placement
 from autoshard.program import Program, is_getitem, operands, result_of, tensors, where
 
 ATEN_OP = type(torch.ops.aten.add.Tensor)
@@ -79,8 +79,10 @@ def _same(have: Layout, demand: Layout, grad: bool) -> bool:
 
 def _local(program: Program) -> None:
     for node in program.ops:
-        if node.target is ops.convert and not node.args[1].count(" -> ") == 1:
-            raise PlanError(f"a conversion has no text: {node.args}", where=where(node))
+        if node.target is ops.convert:
+            src, dst = map(parse_placement, node.args[1].split(" -> "))
+            if (src.kind, dst.kind) not in CONVERSIONS:
+                raise PlanError(f"no conversion leads from {src} to {dst}", where=where(node), hint="this is a bug; please report it")
 
 
 CHECKS = {"CANONICAL": _canonical, "PLANNED": _planned, "CONVERTED": _converted, "STAGED": _converted, "LOCAL": _local}

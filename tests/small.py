@@ -83,7 +83,7 @@ class Case:
         m = microbatches or (4 if mesh.pipeline > 1 else 1)
         saving = Saving.of(zero, recompute)
         cluster = Cluster.of("a100-dgx")
-        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving)[0]
+        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving)
 
     def prepared(self, plan) -> Prepared:
         return Prepared.of(self.captured, plan, plan.mesh, self.batch)

@@ -47,7 +47,7 @@ def test_every_model_is_planned_and_written_out(name):
     program = canonicalize(captured(name).program)
     program.mesh = mesh
     m = 1 if name in MIX else 4
-    plan, _ = plan_for(captured(name), program, name, mesh, cluster, cluster.device.memory, m, {})
+    plan = plan_for(captured(name), program, name, mesh, cluster, cluster.device.memory, m, {})
     assert plan.split_flops["data"] > 0.9, plan.split_flops
     assert plan.split_flops["tensor"] > 0.9 or name in ("lstm", "gru"), plan.split_flops  # recurrent layers divide nothing but samples
     rewritten = rewrite(program, plan, mesh)

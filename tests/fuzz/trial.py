@@ -114,7 +114,7 @@ class Subject:
             program = passes.run("canonicalize", self.captured.program)
             mesh = Mesh(*draw.mesh)
             program.mesh = mesh
-            plan, _ = compiler.plan_for(
+            plan = compiler.plan_for(
                 self.captured, program, "Model", mesh, Cluster.of(None), None, draw.microbatches, draw.pins, solvers(draw.solver)
             )
             prepared = compiler.Prepared.of(self.captured, plan, mesh, self.batches[0])
