@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autoshard import trace_errors
 from autoshard.errors import CaptureError
 from autoshard.exported import build_graph
+from autoshard.precision import dtype_of, lowered, master_dtype
 from autoshard.program import Input, Param, Program
 from autoshard.signature import Signature, leaf_name, read_call
 from autoshard.tracing import tracing, tracing_mode
@@ -34,7 +35,7 @@ class Captured:
     constants_values: tensors that are neither parameters nor buffers, by Param name.
     params: every parameter and buffer of the model, read by the graph or not.
     seconds: time that the capture took.
-    loss_fn, batch_dims: as they were given.
+    loss_fn, batch_dims, precision: as they were given.
     """
 
     program: Program
@@ -46,6 +47,7 @@ class Captured:
     seconds: float
     loss_fn: Callable | None = None
     batch_dims: Mapping[str, int | None] | None = None
+    precision: str = "fp32"
 
 
 class Root(nn.Module):
@@ -69,6 +71,7 @@ def capture(
     example_inputs: Any,
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
+    precision: str = "fp32",
 ) -> Captured:
     """Trace a model into a Program.
 
@@ -78,17 +81,22 @@ def capture(
         loss_fn: ``loss_fn(output, batch)`` -> scalar; the captured model then returns ``(loss, output)``. Entries of the batch
             that ``forward`` does not name are only seen by loss_fn.
         batch_dims: the dim that holds the batch, by input name, where it is not 0; None for an input without one.
+        precision: of PRECISIONS; a model of lower precision is traced as such, see ``autoshard.precision``.
 
     Raises:
         CaptureError: the model can't be traced; names the user's own line.
     """
     start = time.perf_counter()
+    own, low = model, dtype_of(precision)
+    model = lowered(own, precision)
     # a cache of keys and values is no result of a training step
     extra = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
     call = read_call(model.forward, example_inputs, loss_fn is not None, extra)
     mode, device = tracing_mode(model)
     with mode or nullcontext():
-        args, kwargs, loss_only = pytree.tree_map_only(torch.Tensor, lambda t: _fresh(t, device), (call.args, call.kwargs, call.loss_only))
+        args, kwargs, loss_only = pytree.tree_map_only(
+            torch.Tensor, lambda t: _fresh(t, device, low), (call.args, call.kwargs, call.loss_only)
+        )
     _refuse_input_gradients(call)
 
     root = Root(model, loss_fn, not isinstance(example_inputs, Mapping))
@@ -96,7 +104,7 @@ def capture(
     with trace_errors.explained(model), tracing(model, mode):
         exported = torch.export.export(root, (args, kwargs, loss_only), strict=False)
 
-    params = model_params(model)
+    params = model_params(model, {name: p.dtype for name, p in own.named_parameters()} if low else {})
     names = _leaf_names(args, call.signature)
     graph, read, inputs, updates = build_graph(exported, params, names)
     sizes = _batch_dims({name: tuple(node.meta["val"].shape) for name, node in inputs.items()}, batch_dims or {})
@@ -113,12 +121,12 @@ def capture(
     program.loss = find_loss(program, out_spec, loss_fn is not None)
     constants = {p.name: exported.constants[_target(p.name, exported)] for p in read if p.kind == "constant"}
     seconds = time.perf_counter() - start
-    return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, seconds, loss_fn, batch_dims)
+    return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, seconds, loss_fn, batch_dims, precision)
 
 
-def _fresh(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _fresh(tensor: torch.Tensor, device: torch.device, low: torch.dtype | None) -> torch.Tensor:
     # a new tensor each time: export merges inputs that are one object, such as input_ids passed as labels too
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty(tensor.shape, dtype=low if low and tensor.is_floating_point() else tensor.dtype, device=device)
 
 
 def _refuse_input_gradients(call) -> None:
@@ -147,8 +155,11 @@ def _leaf_names(args: tuple, signature: Signature) -> Callable[[tuple], str]:
     return name
 
 
-def model_params(model: nn.Module) -> tuple[Param, ...]:
-    """Every parameter and buffer once, with all its names; the first name is the one that ``named_parameters`` gives."""
+def model_params(model: nn.Module, own: Mapping[str, torch.dtype]) -> tuple[Param, ...]:
+    """Every parameter and buffer once, with all its names; the first name is the one that ``named_parameters`` gives.
+
+    ``own``: the dtypes of the user's parameters, by name, where the model is a copy of lower precision.
+    """
     names: dict[int, list[str]] = {}
     found: dict[int, tuple[torch.Tensor, str]] = {}
     for kind, named in (("parameter", model.named_parameters), ("buffer", model.named_buffers)):
@@ -160,10 +171,13 @@ def model_params(model: nn.Module) -> tuple[Param, ...]:
         for path, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    return tuple(
-        Param(tuple(names[key]), tuple(t.shape), t.dtype, t.requires_grad, kind, any(n not in temporary for n in names[key]))
-        for key, (t, kind) in found.items()
-    )
+    params = []
+    for key, (t, kind) in found.items():
+        name = names[key][0]
+        master = master_dtype(own[name], t.dtype) if name in own and t.requires_grad else None
+        persistent = any(n not in temporary for n in names[key])
+        params.append(Param(tuple(names[key]), tuple(t.shape), t.dtype, t.requires_grad, kind, persistent, master))
+    return tuple(params)
 
 
 def _batch_dims(shapes: dict[str, tuple[int, ...]], given: Mapping[str, int | None]) -> dict[str, int | None]:

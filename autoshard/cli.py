@@ -63,7 +63,7 @@ def _shared_flags() -> argparse.ArgumentParser:
     flags.add_argument("--cluster", metavar="NAME", help="hardware to plan for, for example a100-dgx")
     flags.add_argument("--memory", metavar="SIZE", help="limit on a rank's memory, for example 40GiB (default: the cluster's)")
     flags.add_argument("--microbatches", type=_positive, metavar="M", help="pieces to cut the batch into (default: the solver decides)")
-    flags.add_argument("--precision", metavar="P", default="fp32", help="fp32")
+    flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="of forward and backward (default: fp32, as the model is)")
     flags.add_argument("--zero", metavar="LEVEL", default="auto", help="ZeRO over data: 0, 1, 2, 3 or auto (default; 0 for now)")
     flags.add_argument("--recompute", metavar="WHEN", default="auto", help="layers in backward: on, off or auto (default; off for now)")
     flags.add_argument(
@@ -130,18 +130,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> dict:
     """The keyword arguments of ``autoshard.plan`` that the flags ask for; flags that were not given are left out."""
-    _only(arguments.precision, "--precision", ("fp32",), ("bf16", "fp16", "fp64"))
     _only(arguments.zero, "--zero", ("0", "1", "2", "3", "auto"), ())
     _only(arguments.recompute, "--recompute", ("on", "off", "auto"), ())
     _only(getattr(arguments, "backend", "processes"), "--backend", ("processes", "local"), ())
-    given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "plan")}
+    given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "precision", "plan")}
     options = {name: value for name, value in given.items() if value is not None}
     if arguments.mesh is not None:
         options["mesh"] = _mesh(arguments.mesh)
     elif arguments.plan is None:
         raise UsageError("no mesh", hint="give --mesh data,tensor,pipeline, for example --mesh 4,2,2")
     if arguments.plan is not None:
-        settled = [flag for flag in ("cluster", "memory", "microbatches", "pin") if getattr(arguments, flag)]
+        settled = [flag for flag in ("cluster", "memory", "microbatches", "precision", "pin") if getattr(arguments, flag)]
         settled += [flag for flag in ("zero", "recompute") if getattr(arguments, flag) != "auto"]
         if settled:
             raise UsageError(f"--{settled[0]} can't change a plan that is made", hint="leave it out, or leave --plan out")

@@ -160,7 +160,7 @@ def _check_belongs(plan: Plan, model: nn.Module, inputs: dict | tuple) -> None:
     from autoshard.capture import capture
     from autoshard.predict import fingerprint
 
-    if fingerprint(passes.run("canonicalize", capture(model, inputs).program)) != plan.fingerprint:
+    if fingerprint(passes.run("canonicalize", capture(model, inputs, precision=plan.precision).program)) != plan.fingerprint:
         raise PlanError(
             f"the plan was made for another {plan.model or 'model'}, batch or version", hint="leave --plan out to make a new one"
         )

@@ -23,13 +23,14 @@ from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Saving, apply, decide, record, restore
+from autoshard.precision import skeleton
 from autoshard.predict import check_memory, describe, fingerprint, predict
 from autoshard.program import Program
 from autoshard.runtime.interface import Interface
 from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import StageModule
 from autoshard.runtime.world import World
-from autoshard.variants import as_example, in_mode, same_stages, same_weights, skeleton
+from autoshard.variants import as_example, in_mode, same_stages, same_weights
 
 
 def plan(
@@ -43,6 +44,7 @@ def plan(
     pin: Mapping[str, Mapping[str, str]] | None = None,
     zero: int | str = "auto",
     recompute: str = "auto",
+    precision: str = "fp32",
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Plan:
@@ -61,13 +63,15 @@ def plan(
         zero: ZeRO level of every weight that can be cut over data: 0 nothing is cut, 1 what the optimizer keeps of it, 2 its gradient too,
             3 the weight too. "auto" is 0 for now.
         recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto" is "off" for now.
+        precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
+            whose trained parameters the optimizer has an fp32 master each.
         loss_fn: ``loss_fn(output, batch)`` -> scalar, if the model does not return its loss.
         batch_dims: the dim that holds the batch, by input name, where it is not 0.
 
     Raises:
         AutoshardError: no plan; it says what is in the way.
     """
-    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    captured = capture(model, example_inputs, loss_fn, batch_dims, precision)
     return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute)
 
 
@@ -94,7 +98,10 @@ def compile(
         return Deferred(model.training, lambda batch: compile(model, mesh, batch, **given))
     mesh = Mesh.of(mesh)
     world = start(mesh)
-    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    precision = options.pop("precision", None)
+    if plan is not None and precision not in (None, plan.precision):
+        raise PlanError(f"the plan is for precision {plan.precision}, not {precision}", hint="make a plan for this precision")
+    captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision if plan else precision or "fp32")
     if plan is None:
         plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options)))
     return Prepared.of(captured, plan, mesh, example_inputs, options.get("cluster")).sharded(model, world)
@@ -201,7 +208,7 @@ class Prepared:
         old, world = self.captured, sharded.world
         batch = as_example(old.in_spec, self.example_inputs, args, kwargs)
         with in_mode(bare, training, modes):
-            captured = capture(bare, batch, old.loss_fn, old.batch_dims)
+            captured = capture(bare, batch, old.loss_fn, old.batch_dims, old.precision)
         program = passes.run("canonicalize", captured.program)
         face = interface(captured, program, training)
         if fingerprint(program) == self.plan.fingerprint:
@@ -239,6 +246,8 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     """Canonical program and plan -> one program per stage, conversions explicit."""
     if plan.mesh != mesh:
         raise PlanError(f"the plan is for mesh {plan.mesh}, not {mesh}", hint="make a plan for this mesh")
+    if plan.precision != "fp32":
+        raise PlanError(f"precision {plan.precision} can be planned for, but not be run yet")
     here = fingerprint(program)
     if plan.fingerprint != here:
         raise PlanError(
@@ -287,7 +296,7 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
 def sources(model: nn.Module, mesh: Any, example_inputs: Any, plan: Plan, loss_fn=None, batch_dims=None) -> dict[int, str]:
     """The Python modules of all ranks, made without any process group."""
     mesh = Mesh.of(mesh)
-    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision)
     rewritten = rewrite(passes.run("canonicalize", captured.program), plan, mesh)
     return {rank: source(captured, rewritten, plan, rank) for rank in range(mesh.size)}
 
@@ -302,7 +311,7 @@ def emit_folder(
     ``torchrun --nproc-per-node N -m autoshard.runtime.launch FOLDER`` runs it.
     """
     mesh = Mesh.of(mesh)
-    captured = capture(model, example_inputs, loss_fn, batch_dims)
+    captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision)
     program = passes.run("canonicalize", captured.program)
     rewritten = rewrite(program, plan, mesh)
     return write_folder(folder, model, captured, program, plan, example_inputs, lambda rank: source(captured, rewritten, plan, rank))

@@ -111,6 +111,8 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
             parts.append("persistent=False")
         if node is not None and node.meta.get("zero"):
             parts.append(f"zero={node.meta['zero']}")
+        if param.master is not None:
+            parts.append(f"master={literal(param.master)}")
         lines.append(f'        "{names[placeholder]}": rt.Param({", ".join(parts)}),')
     lines.append("    }")
     lines += _declare_inputs(rank, nodes)

@@ -147,7 +147,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
         states, elements = [], 0
         buckets: dict[tuple[int, tuple[str, ...], bool], float] = defaultdict(float)
         names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
-        trained = 0
+        trained = wide = 0
         for node in here:
             param = program.params[node.name]
             layout, zero = stored_layout(node), node.meta.get("zero", 0)
@@ -155,11 +155,13 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
             whole = prod(local_shape(param.shape, (R, layout[1]), mesh.sizes, (0, 0))) if zero else piece
             held = piece if zero == 3 else whole
             size = node.meta["val"].element_size()
-            states.append(state_bytes(whole, size, zero=zero, ranks=whole / piece, trainable=param.requires_grad))
+            mixed = param.master is not None
+            states.append(state_bytes(whole, size, mixed, zero, whole / piece, param.requires_grad))
             elements += held
             plan.params[param.name] = format_layout(layout)
             if param.requires_grad:
                 trained += piece
+                wide += mixed * piece
                 key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), len(users[node]) > 1
                 buckets[key] += held * size
                 names[key].append(param.name)
@@ -176,6 +178,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
                 plan.collectives.append(CollectiveRow(sync.kind, sync.axis, what, "", "", why, "step", s, sync.nbytes, sync.seconds, 1))
         flight = in_flight(plan.microbatches, mesh.pipeline, s)
         activations, transient = _activations(program, costs, s, mesh)
+        transient = max(transient, 4 * wide - activations * flight)  # fp32 gradients of masters, for the optimizer's step alone
         ops_here = [op for op in plan.ops if op.stage == s]
         named = [op.module for op in ops_here if op.module]
         plan.stage_rows.append(
@@ -263,6 +266,7 @@ def describe(
         stages=stages,
         params={},
         fingerprint=fingerprint(program),
+        precision=captured.precision,
         model=title,
         parameter_count=sum(prod(p.shape) for p in captured.params if p.kind == "parameter"),
         samples=samples,

@@ -29,7 +29,8 @@ from autoshard.placement import Layout
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter, buffer or constant of the model. ``names`` are all its names, canonical first."""
+    """A parameter, buffer or constant of the model. ``names`` are all its names, canonical first; ``master``: the dtype in which the
+    optimizer keeps a trained parameter of lower precision, None: as it is."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -37,6 +38,7 @@ class Param:
     requires_grad: bool
     kind: str  # "parameter" | "buffer" | "constant"
     persistent: bool = True
+    master: torch.dtype | None = None
 
     @property
     def name(self) -> str:

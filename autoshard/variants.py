@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from autoshard.capture import Captured
@@ -17,18 +15,6 @@ from autoshard.passes.cut_stages import Stage
 from autoshard.planning.plan import Plan
 from autoshard.program import Param, Program
 from autoshard.signature import Signature
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model without the values of its parameters and buffers; the model itself if it can't be copied."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception:  # a model may hold anything: locks, files, process groups
-        return model
 
 
 @contextmanager

@@ -134,6 +134,6 @@ def _item(program: Program, group, chosen, priced: Priced, mesh: Mesh, cluster: 
                 param = program.params[x.name]
                 held = prod(local_shape(param.shape, src, mesh.sizes, (0, 0)))
                 itemsize = x.meta["val"].element_size()
-                state = state_bytes(held, itemsize, zero=level, ranks=mesh.data, trainable=param.requires_grad)
+                state = state_bytes(held, itemsize, param.master is not None, level, mesh.data, param.requires_grad)
                 resident += sum(state.values())
     return Item(seconds, once, resident, activation)

@@ -38,7 +38,8 @@ def summary(plan: Plan) -> list[Part]:
     )
     axes = " x ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in AXES)
     batch = f"{_plural(plan.samples, 'sample')}" + (f" ({plan.tokens} tokens)" if plan.tokens else "")
-    detail = f"{axes}; a batch of {batch} in {_plural(plan.microbatches, 'micro-batch', 'es')}"
+    precision = "" if plan.precision == "fp32" else f" {plan.precision} with fp32 masters;"
+    detail = f"{axes};{precision} a batch of {batch} in {_plural(plan.microbatches, 'micro-batch', 'es')}"
     if plan.schedule != "none":
         detail += f", {plan.schedule} schedule"
     one = f"one such device would take {duration(plan.one_device_seconds)} a step; " if plan.one_device_seconds else ""
