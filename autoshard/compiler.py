@@ -154,7 +154,7 @@ def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, s
     decision.solver["trace_seconds"] = captured.seconds
     strategies, stages = record(decision)
     plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
-    plan.zero, plan.regions = decision.zero, decision.regions
+    plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
     predict(plan, convert(cut.program, decision), cluster)
     logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
     plan.solver["plan_seconds"] = time.perf_counter() - start_time
@@ -164,7 +164,7 @@ def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, s
 def convert(program: Program, decision: Decision) -> Program:
     """The program with all that was decided written on its nodes, conversions explicit."""
     placed = passes.run("zero", apply(program, decision), decision.zero)
-    return passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions)
+    return passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
 
 
 @dataclass
@@ -257,7 +257,7 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     program.mesh = mesh
     cut = passes.run("microbatch", program, plan.microbatches)
     decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)
-    decision.zero, decision.regions = plan.zero, plan.regions
+    decision.zero, decision.regions, decision.kept = plan.zero, plan.regions, plan.kept
     converted = convert(cut.program, decision)
     return Rewritten(mesh, cut, passes.run("cut_stages", converted))
 

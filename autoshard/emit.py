@@ -13,6 +13,7 @@ from torch import fx
 
 from autoshard import ops
 from autoshard.mesh import SHARDED_AXES, Mesh
+from autoshard.passes.checkpoint_regions import saves
 from autoshard.passes.cut_stages import Stage
 from autoshard.passes.microbatch import Extra
 from autoshard.placement import R, format_layout
@@ -236,6 +237,7 @@ class _Item:
     module: str
     makes: list[fx.Node]
     reads: set[fx.Node]
+    under: str = ""  # the ``with`` that it stands under
 
 
 def _item(node: fx.Node, comments: bool) -> _Item:
@@ -252,26 +254,42 @@ def _region(program: Program, run: list[fx.Node]) -> tuple[list[str], _Item]:
     name = f"layer_{run[0].meta['region']}"
     results = ", ".join(node.name for node in makes)
     arguments = [x.name for x in reads]
+    items = [_item(node, comments=True) for node in run]
+    for item, under in zip(items, _under(run)):
+        item.under = under
     method = [
         f"    def {name}({', '.join(['self', *arguments])}):",
-        *_body([_item(node, comments=True) for node in run], set(makes), comments=True),
+        *_body(items, set(makes), comments=True),
         f"        return {results}",
     ]
     call = f"        {results} = rt.recompute({', '.join([f'self.{name}', *arguments])})  # computed again in backward"
     return method, _Item(call, module, makes, set(reads))
 
 
+def _under(run: list[fx.Node]) -> list[str]:
+    """Under which ``with`` each op of a region stands, if any.
+
+    What is computed once needs none if backward stops before it: when it has what it reads.
+    """
+    last = max((i for i, node in enumerate(run) if saves(node)), default=-1)
+    words = {"kept": "rt.kept()", "once": "rt.once()"}
+    return [words.get(node.meta["again"], "") if i < last or node.meta["again"] == "kept" else "" for i, node in enumerate(run)]
+
+
 def _body(items: list[_Item], keep: set[fx.Node], comments: bool) -> list[str]:
     """Statements under the paths of their modules. What nothing reads any more is deleted where a module ends."""
     last_use = {x: i for i, item in enumerate(items) for x in item.reads}
     lines: list[str] = []
-    module, alive = None, []
+    module, alive, under = None, [], ""
     for i, item in enumerate(items):
         here = item.module
         if comments and here != module:
             lines.append(f"        # {here or 'the model itself'}")
-            module = here
-        lines.append(item.text)
+            module, under = here, ""
+        if item.under and item.under != under:
+            lines.append(f"        with {item.under}:")
+        under = item.under
+        lines += [f"    {line}" for line in item.text.splitlines()] if under else [item.text]
         alive += item.makes
         if comments and i + 1 < len(items) and items[i + 1].module != here:
             dead = [n for n in alive if n not in keep and last_use.get(n, i + 1) <= i and not isinstance(n.meta["val"], (tuple, list))]

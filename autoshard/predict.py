@@ -15,7 +15,7 @@ from torch import fx
 from autoshard import ops
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, weight_sync
-from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs
+from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs, results
 from autoshard.cost.memory import in_flight, rank_memory, saved_bytes, state_bytes, transient_bytes
 from autoshard.cost.pipeline import bubble_share, step_seconds
 from autoshard.errors import InfeasibleError
@@ -51,7 +51,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
         strategy, rule = node.meta["strategy"], rule_for(node)
         cost = op_costs(node, rule, (strategy,), mesh.sizes, cluster)[0]
         costs[stage, node.meta.get("region")].append(cost)
-        per_stage[stage]["compute"] += cost.forward * (2 if "region" in node.meta else 1) + cost.backward
+        per_stage[stage]["compute"] += cost.forward * (2 if node.meta.get("again") == "again" else 1) + cost.backward
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
         for step in kernel_steps(strategy, itemsize, mesh, cluster):
             per_stage[stage][step.axis] += step.seconds
@@ -112,10 +112,11 @@ def _steps(node: fx.Node, mesh: Mesh, cluster: Cluster):
 
 def _again(node: fx.Node, program: Program, mesh: Mesh, cluster: Cluster):
     """What backward runs again of a conversion's forward: of one in a region all, of a gathered weight what an op's backward reads."""
-    kept = node.args[0].meta.get("zero") == 3 and any(
+    again = node.meta.get("again")
+    kept = again is None and node.args[0].meta.get("zero") == 3 and any(
         user.target is ops.convert or i in rule_for(user).saved for user in node.users for i, x in enumerate(operands(user)) if x is node
     )
-    if "region" not in node.meta and not kept:
+    if again != "again" and not kept:
         return ()
     return tuple(replace(step, direction="backward") for step in _steps(node, mesh, cluster) if step.direction == "forward")
 
@@ -201,7 +202,8 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
 def _activations(program: Program, costs, stage: int, mesh: Mesh) -> tuple[float, float]:
     """(bytes saved for backward, bytes that come and go), one micro-batch, on a rank of a stage.
 
-    Of a region its inputs are saved, and what its ops save comes and goes. So do weights that are gathered to be read.
+    Of a region its inputs are saved, and what is kept inside; what else its ops save comes and goes. So do weights that are gathered to be
+    read.
     """
     everything = [cost for (s, _), found in costs.items() if s == stage for cost in found]
     regions: dict[int, list[fx.Node]] = defaultdict(list)
@@ -215,7 +217,8 @@ def _activations(program: Program, costs, stage: int, mesh: Mesh) -> tuple[float
     kept = {at: nbytes for cost in costs[stage, None] for at, nbytes in cost.saved if at[0] not in gathered}
     for nodes in regions.values():
         kept.update(region_inputs(nodes, mesh.sizes))
-    busiest = max((saved_bytes(costs[stage, region]) for region in regions), default=0.0)
+        kept.update(results([node for node in nodes if node.meta["again"] == "kept"], mesh.sizes))
+    busiest = max((saved_bytes(costs[stage, region], kept) for region in regions), default=0.0)
     return sum(kept.values()), max(transient_bytes(everything), busiest) + max(gathered.values(), default=0.0)
 
 

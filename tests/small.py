@@ -11,9 +11,11 @@ from autoshard.capture import capture
 from autoshard.checking.local import run_ranks
 from autoshard.checking.lockstep import Lockstep
 from autoshard.cluster import Cluster
-from autoshard.compiler import Prepared, plan_for
+from autoshard.compiler import Prepared, convert, plan_for
 from autoshard.mesh import Mesh
+from autoshard.planning.planner import restore
 from autoshard.planning.saving import Saving
+from autoshard.predict import predict
 from autoshard.runtime.world import open_world
 from autoshard.verifier import Reference
 
@@ -85,14 +87,24 @@ class Case:
         cluster = Cluster.of("a100-dgx")
         return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving)
 
+    def priced(self, plan):
+        """The plan, predicted anew after something of it was changed."""
+        self.program.mesh = plan.mesh
+        cut = passes.run("microbatch", self.program, plan.microbatches)
+        decision = restore(cut.program, plan.mesh, plan.strategies, plan.stages)
+        decision.zero, decision.regions, decision.kept = plan.zero, plan.regions, plan.kept
+        return predict(plan, convert(cut.program, decision), Cluster.of(plan.cluster))
+
     def prepared(self, plan) -> Prepared:
         return Prepared.of(self.captured, plan, plan.mesh, self.batch)
 
     def check(self, mesh, *args, **options):
         """Train on the mesh as on one device; returns the plan."""
-        plan = self.plan(mesh, *args, **options)
+        return self.check_plan(self.plan(mesh, *args, **options))
+
+    def check_plan(self, plan):
         ready = self.prepared(plan)
-        report = self.reference.verify(mesh, build=lambda model, batch: ready.sharded(model, open_world(plan.mesh)))
+        report = self.reference.verify(plan.mesh, build=lambda model, batch: ready.sharded(model, open_world(plan.mesh)))
         assert report.equal, report.text()
         return plan
 

@@ -116,10 +116,13 @@ def test_peak_of_live_activations():
 
 
 def test_time_of_one_more_forward():
+    """Without what backward reads no result of: in both layers the last matmul, and the sum behind it."""
     cell = case("gpt2")
     off, on = (cell.plan((1, 2, 1), recompute=recompute) for recompute in ("off", "on"))
-    layers = sum(row.forward for row in off.ops if ".h." in row.module)
-    assert on.breakdown["compute"] - off.breakdown["compute"] == pytest.approx(layers, rel=0.05)
+    last = {row.node for row in off.ops if row.node in ("addmm_3", "add_4", "addmm_7", "add_8")}
+    layers = sum(row.forward for row in off.ops if ".h." in row.module and row.node not in last)
+    assert len(last) == 4
+    assert on.breakdown["compute"] - off.breakdown["compute"] == pytest.approx(layers, rel=1e-9)
     assert on.breakdown["tensor"] > off.breakdown["tensor"]
 
 

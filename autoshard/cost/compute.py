@@ -120,12 +120,21 @@ def region_inputs(region: Collection[fx.Node], sizes: tuple[int, int]) -> dict[S
     inside, found = set(region), {}
     for x in {x: None for node in region for x in node.all_input_nodes}:
         producer, index = storage_node(x)
-        if producer in inside or x in inside or producer.op != "call_function":
-            continue
-        value, layout = tensors(producer.meta["val"])[index], producer.meta["layouts"][index]
-        kinds = tuple(p.kind.rstrip("*") for p in layout)
-        found[producer.name, index, kinds] = local_elements(tuple(value.shape), layout, sizes) * value.element_size()
+        if producer not in inside and x not in inside and producer.op == "call_function":
+            found.update([_stored(producer, index, sizes)])
     return found
+
+
+def results(nodes: Collection[fx.Node], sizes: tuple[int, int]) -> dict[Storage, float]:
+    """Bytes of all results of some ops, on the fullest rank."""
+    return dict(_stored(node, i, sizes) for node in nodes for i in range(len(tensors(node.meta["val"]))))
+
+
+def _stored(node: fx.Node, index: int, sizes: tuple[int, int]) -> tuple[Storage, float]:
+    """Where a result of an op lies, and its bytes on the fullest rank."""
+    value, layout = tensors(node.meta["val"])[index], node.meta["layouts"][index]
+    kinds = tuple(p.kind.rstrip("*") for p in layout)
+    return (node.name, index, kinds), local_elements(tuple(value.shape), layout, sizes) * value.element_size()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ level 2 the gradients too (2 + 14/k), level 3 the parameters too (16/k).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "transient")
 """The keys of every memory table, in the order in which reports print them."""
@@ -40,12 +40,15 @@ def in_flight(microbatches: int, stages: int, stage: int) -> int:
     return min(microbatches, stages - stage)
 
 
-def saved_bytes(costs: Iterable) -> float:
-    """Bytes of the activations that some ops (``OpCost``) save for backward, one micro-batch; what several ops save is held once."""
+def saved_bytes(costs: Iterable, but: Container = ()) -> float:
+    """Bytes of the activations that some ops (``OpCost``) save for backward, one micro-batch; what several ops save is held once.
+
+    but: where values lie that do not count.
+    """
     held: dict = {}
     for cost in costs:
         held.update(cost.saved)
-    return sum(held.values())
+    return sum(nbytes for at, nbytes in held.items() if at not in but)
 
 
 def transient_bytes(costs: Iterable) -> float:

@@ -69,6 +69,7 @@ class Plan:
 
     strategies: node -> choice names on (data, tensor). stages: node -> stage. params: original name -> layout text.
     zero: original name of a parameter -> its ZeRO level. regions: node -> number of the region, computed again in backward, that it is in.
+    kept: what is not computed again in regions: nodes, and conversions as "node->[R, S(1)]", the value and how it lies then.
     """
 
     mesh: Mesh
@@ -82,6 +83,7 @@ class Plan:
     precision: str = "fp32"  # of the copy that is computed with: "fp32" (as the model is), "bf16", "fp16"
     zero: dict[str, int] = field(default_factory=dict)
     regions: dict[str, int] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
     model: str = ""
     parameter_count: int = 0
     samples: int = 0  # global batch

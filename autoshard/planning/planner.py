@@ -29,6 +29,7 @@ class Decision:
     """What was decided for one program (of one micro-batch), and the solver's account of it.
 
     zero: parameter name -> ZeRO level. regions: node name -> number of the region, computed again in backward, that it is in.
+    kept: what is not computed again in regions, as ``Plan.kept`` has it.
     """
 
     chosen: dict[fx.Node, Strategy]
@@ -36,6 +37,7 @@ class Decision:
     solver: dict = field(default_factory=dict)
     zero: dict[str, int] = field(default_factory=dict)
     regions: dict[str, int] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from autoshard.runtime.interface import Argument, Interface
 from autoshard.runtime.kernels import vocab_cross_entropy, vocab_embedding
 from autoshard.runtime.outputs import Lazy
 from autoshard.runtime.random import Streams, dropout
-from autoshard.runtime.recompute import recompute
+from autoshard.runtime.recompute import kept, once, recompute
 from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import Extra, Input, Output, Param, StageModule, Value
 from autoshard.runtime.world import World, open_world
@@ -33,6 +33,8 @@ __all__ = [
     "batch_norm",
     "convert",
     "dropout",
+    "kept",
+    "once",
     "open_world",
     "recompute",
     "reduce_scatter",

@@ -15,6 +15,7 @@ from autoshard.errors import PlacementError
 from autoshard.placement import CONVERSIONS, R_STAR, P, Placement, R, parse_placement
 from autoshard.runtime import collectives
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.recompute import whole_op
 
 _DUAL = {R: R, P: R_STAR, R_STAR: P}
 
@@ -48,7 +49,7 @@ class _Convert(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, src, dst, axis, whole):
         ctx.cell = src, dst, axis, whole
-        return _run(x, src, dst, axis, whole)
+        return whole_op(lambda: _run(x, src, dst, axis, whole))
 
     @staticmethod
     def backward(ctx, grad):

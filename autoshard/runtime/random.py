@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -65,24 +65,28 @@ class Streams:
 
         @contextmanager
         def forward():
-            before.update(self._states())
+            before.update(self.states())
             yield
 
         @contextmanager
         def again():
-            now = self._states()
+            now = self.states()
             # a stream that was first used in the region started from its seed
-            for names, generator in self.generators.items():
-                generator.set_state(before[names]) if names in before else generator.manual_seed(self._seed(names))
+            self.restore(before)
             try:
                 yield
             finally:
-                for names, state in now.items():
-                    self.generators[names].set_state(state)
+                self.restore(now)
 
         return forward(), again()
 
-    def _states(self) -> dict[tuple[str, ...], torch.Tensor]:
+    def restore(self, states: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Every stream goes on from where it was when ``states`` were taken; one that was not there, from its seed."""
+        for names, generator in self.generators.items():
+            generator.set_state(states[names]) if names in states else generator.manual_seed(self._seed(names))
+
+    def states(self) -> dict[tuple[str, ...], torch.Tensor]:
+        """Where every stream is now, by the axes of its values."""
         return {names: generator.get_state() for names, generator in self.generators.items()}
 
 
