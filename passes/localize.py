@@ -220,6 +220,18 @@ def localize(program: Program, coords: tuple[int, ...]) -> Program:
     return Program(graph, dict(program.params), dict(program.inputs), program.loss, program.mesh, program.microbatches, program.updates)
 
 
+def piece_sizes(program: Program, coords: tuple[int, ...]) -> Shapes:
+    """All that ``localize`` reads of ``coords``: ranks for which it is equal have the same program."""
+    sizes, found = program.mesh.sizes, []
+    for node in program.graph.nodes:
+        if node.op != "output" and not is_getitem(node):
+            layouts = node.meta.get("layouts") or ((R, R),)
+            found += [local_shape(tuple(v.shape), layout, sizes, coords) for v, layout in zip(tensors(node.meta["val"]), layouts)]
+            if node.target is ops.convert:
+                found.append(local_shape(shape_of(node), node.meta["step"].others, sizes, coords))
+    return tuple(found)
+
+
 def _local_val(val, layout: Layout, sizes, coords):
     shape = local_shape(tuple(val.shape), layout, sizes, coords)
     return val if shape == tuple(val.shape) else val.new_empty(shape)
