@@ -182,7 +182,7 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
     def placeholder(name: str, like: fx.Node) -> fx.Node:
         name = re.sub(r"\W", "_", name)
         node = graph.placeholder(f"{name}_" if name in TAKEN else name)
-        node.meta["val"] = plain(like.meta["val"], like.meta["val"].fake_mode)
+        node.meta["val"] = facts(like.meta["val"])
         return node
 
     user: list[fx.Node] = []
@@ -219,15 +219,14 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
             name = leaf_name(path)
             mapping[node] = inputs[name] = placeholder(name, node)
 
-    mode = next(n.meta["val"].fake_mode for n in source.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     for node, number in numbers.items():
         args, kwargs = ([], number.item()), {"dtype": number.dtype}
         new = mapping[node] = graph.create_node("call_function", aten.full.default, args, kwargs, name="full")
-        new.meta = {"val": plain(node.meta["val"], mode), "module": "", "source": ""}
+        new.meta = {"val": facts(node.meta["val"]), "module": "", "source": ""}
     for node in source.nodes:
         if node.op == "call_function":
             new = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-            new.meta = {"val": pytree.tree_map_only(torch.Tensor, lambda t: plain(t, mode), node.meta.get("val"))}
+            new.meta = {"val": pytree.tree_map_only(torch.Tensor, facts, node.meta.get("val"))}
             new.meta["module"] = module_path(node)
             new.meta["source"] = source_line(node)
     leaves = next(n for n in source.nodes if n.op == "output").args[0]
@@ -247,12 +246,9 @@ def is_number(constant: Any) -> bool:
     return isinstance(constant, torch.Tensor) and constant.dim() == 0 and constant.device.type != "meta" and not constant.is_complex()
 
 
-def plain(val: torch.Tensor, mode) -> torch.Tensor:
-    """The same fake tensor on the device ``cpu``, whatever the model's: a program is for no device, and devices must not mix."""
-    if val.device.type == "cpu":
-        return val
-    with mode:
-        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
+def facts(val: torch.Tensor) -> torch.Tensor:
+    """A fake tensor as one on ``meta``: a program is for no device, and ops on it are run many times quicker."""
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
 
 
 def annotate(graph: fx.Graph, read: dict[Param, fx.Node]) -> None:

@@ -2,7 +2,7 @@
 
 Facts live in ``node.meta``:
 
-    val       FakeTensor (or a tuple of them): global shape and dtype before LOCAL, the rank's own after
+    val       tensor on ``meta`` (or a tuple of them): global shape and dtype before LOCAL, the rank's own after
     grad      whether a gradient flows through the value (its result requires grad)
     strategy  autoshard.rules.Strategy, from the plan
     layouts   tuple of Layout, one per tensor result
