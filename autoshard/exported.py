@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError
+from autoshard.origin import inner_place, module_path, place, source_line
 from autoshard.program import Param, has_grad, tensors
 from autoshard.tracing import quiet
+from autoshard.writes import detach_in_place, is_mutating, refuse_hidden_writes
 
 aten = torch.ops.aten
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
-
 TAKEN = ("self", "torch", "F", "rt")
 """Names that mean something in emitted code."""
 
@@ -44,7 +42,9 @@ def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple]
     inline_regions(exported.graph_module)
     refuse_data_dependent(exported.graph)
     refuse_instance_statistics(exported)
-    if any(is_mutating(node) or keeps_statistics(node) for node in exported.graph.nodes):
+    detach_in_place(exported.graph)
+    refuse_hidden_writes(exported, {name for param in params if param.requires_grad for name in param.names})
+    if any(is_mutating(node) or keeps_statistics(node) or is_vectorised(node) for node in exported.graph.nodes):
         with quiet():
             exported = exported.run_decompositions({})
         refuse_mutation(exported, leaf_name)
@@ -71,9 +71,7 @@ def inline_regions(module: fx.GraphModule) -> None:
         elif name == "wrap_with_autocast" and not node.args[2]:
             inline(node, node.args[4], node.args[5:], module, grad=True)
         else:
-            what = "torch.autocast" if "autocast" in name else f"the operator {name!r}"
-            where = place(node) or inner_place(module, node)
-            raise CaptureError(f"the model uses {what} inside forward, which is not supported", where=where)
+            raise unsupported(name, place(node) or inner_place(module, node))
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.op == "call_function")
     module.recompile()
 
@@ -101,8 +99,17 @@ def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule
     graph.erase_node(node)
 
 
+def unsupported(name: str, where: str | None) -> CaptureError:
+    if "autocast" in name:
+        hint = "cast where it matters, x.to(torch.bfloat16), or have the whole model in the lower precision"
+        return CaptureError("the model uses torch.autocast inside forward, which is not supported", where=where, hint=hint)
+    hint = "the graph must be the same for all data: compute both sides and choose with torch.where, or unroll the loop"
+    return CaptureError(f"the model uses the operator {name!r} inside forward, which is not supported", where=where, hint=hint)
+
+
 def detached(graph: fx.Graph, value: Any, meta: dict) -> Any:
-    if not isinstance(value, fx.Node) or not isinstance(meta.get("val"), torch.Tensor) or not meta["val"].is_floating_point():
+    val = meta.get("val")
+    if not isinstance(value, fx.Node) or not isinstance(val, torch.Tensor) or not (val.is_floating_point() or val.is_complex()):
         return value
     new = graph.create_node("call_function", aten.detach.default, (value,), name="detach")
     new.meta = {"val": meta["val"], "nn_module_stack": value.meta.get("nn_module_stack"), "stack_trace": value.meta.get("stack_trace")}
@@ -112,8 +119,9 @@ def detached(graph: fx.Graph, value: Any, meta: dict) -> Any:
 # --- what can't be a program ---------------------------------------------------------------------------------------------
 
 
-def is_mutating(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def is_vectorised(node: fx.Node) -> bool:
+    """Whether a node belongs to a region of torch.vmap: decomposed, the region is ops on whole batches."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def refuse_data_dependent(graph: fx.Graph) -> None:
@@ -259,38 +267,3 @@ def annotate(graph: fx.Graph, read: dict[Param, fx.Node]) -> None:
             node.meta["grad"] = node in trainable
         elif node.op == "call_function":
             node.meta["grad"] = has_grad(node)
-
-
-def module_path(node: fx.Node) -> str:
-    """The user's module that runs the op: ``transformer.h.0.attn``; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0].split("@")[0]
-    return path.removeprefix("model").removeprefix(".")
-
-
-_SOURCES: dict[str, str] = {}
-
-
-def source_line(node: fx.Node) -> str:
-    """``modeling_gpt2.py:187: code``: the innermost frame of the user's, or of a library that is not torch."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return ""
-    if trace not in _SOURCES:
-        frames = [f for f in FRAME.findall(trace) if not f[0].startswith(OURS) and not f[0].startswith("<")]
-        _SOURCES[trace] = f"{Path(frames[-1][0]).name}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
-    return _SOURCES[trace]
-
-
-def inner_place(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Where the first op inside a region is."""
-    bodies = (getattr(module, a.target) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
-    return next((place(n) for body in bodies for n in body.graph.nodes if n.op == "call_function" and place(n)), None)
-
-
-def place(node: fx.Node) -> str:
-    """Where a node of the exported graph is in the user's code, for errors."""
-    module, source = module_path(node), source_line(node)
-    return f"{module} ({source})" if module and source else module or source
