@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoshard.checking.one_device import loss_of
 from autoshard.checking.processes import Process, wait_for
-from autoshard.checking.trial import call, loss_of
+from autoshard.checking.trial import call
 from autoshard.errors import AutoshardError, MeshError, PlanError, RunError
 from autoshard.planning.plan import Plan
 from autoshard.target import load_target

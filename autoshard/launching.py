@@ -72,7 +72,10 @@ def load_source(text: str, name: str) -> ModuleType:
 
 def interface(captured: Captured, program: Program, training: bool | None) -> Interface:
     """What the user sees: arguments and result."""
-    arguments = {i.name: Argument(i.name, tuple(i.shape), i.dtype, i.batch_dim) for i in program.inputs.values()}
+    arguments = {}
+    for i in program.inputs.values():
+        cast = captured.precision != "fp32" and i.dtype.is_floating_point
+        arguments[i.name] = Argument(i.name, tuple(i.shape), i.dtype, i.batch_dim, cast)
     leaves = {i: leaf for i, leaf in enumerate(program.results) if not isinstance(leaf, fx.Node)}
     ordered = tuple(arguments[name] for name in captured.in_spec.tensors)
     return Interface(captured.in_spec, ordered, captured.out_spec, leaves, training)

@@ -22,6 +22,7 @@ from autoshard.checking.trial import Build, Trial
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
 from autoshard.planning.plan import Plan
+from autoshard.precision import dtype_of
 from autoshard.runtime.world import open_world
 from autoshard.target import load_target
 
@@ -37,6 +38,7 @@ def verify(
     *,
     steps: int = 3,
     dtype: torch.dtype | None = None,
+    precision: str | None = None,
     seed: int = 0,
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -57,6 +59,8 @@ def verify(
         example_inputs: the global batch, or a function that returns one, called anew for every step.
         dtype: what to turn the model and floating point inputs into; None leaves them. In float64 the model's own casts to float32 are
             taken as float64 too, so that nothing is compared in float32.
+        precision: as for ``autoshard.plan``; by default that of the plan. One device then trains ``model.to(torch.bfloat16)`` with AdamW on
+            fp32 copies of the parameters, in fp16 with a ``torch.amp.GradScaler``.
         seed: random numbers start from it when the model is made, and from ``seed + step`` before each step.
         loss_fn, batch_dims: as for ``compile``.
         plan: the plan to run; by default one is made.
@@ -69,7 +73,8 @@ def verify(
         AutoshardError: the model can't be planned, or a rank failed (the error says which, and where); all processes have ended by then.
     """
     common = {"steps": steps, "dtype": dtype, "seed": seed, "loss_fn": loss_fn, "batch_dims": batch_dims, "timeout": timeout}
-    with Reference(model_fn, example_inputs, backend=backend, **common) as reference:
+    precision = precision or (plan.precision if plan else "fp32")
+    with Reference(model_fn, example_inputs, backend=backend, precision=precision, **common) as reference:
         return reference.verify(mesh, plan=plan, **options)
 
 
@@ -89,6 +94,7 @@ class Reference:
         *,
         steps=3,
         dtype=None,
+        precision="fp32",
         seed=0,
         loss_fn=None,
         batch_dims=None,
@@ -99,7 +105,10 @@ class Reference:
             raise RunError(f"steps is {steps}; it must be at least 1")
         if backend not in BACKENDS:
             raise RunError(f"backend can't be {backend!r}", hint=f"it is one of {', '.join(BACKENDS)}")
-        self.common, self.backend = {"loss_fn": loss_fn, "batch_dims": batch_dims}, backend
+        low = dtype_of(precision)
+        if low is not None and dtype == torch.float64:
+            raise RunError(f"precision {precision} can't be compared in fp64", hint="leave --dtype out")
+        self.common, self.backend, self.precision = {"loss_fn": loss_fn, "batch_dims": batch_dims}, backend, precision
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, example_inputs = _make(model_fn, example_inputs)
@@ -107,8 +116,8 @@ class Reference:
         if dtype is not None:
             model = precise(model.to(dtype)) if dtype == torch.float64 else model.to(dtype)
             batches = tuple(pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in batches)
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        self.trial = Trial(model, batches, loss_fn, seed, tolerance_of(self.dtype))
+        self.dtype = low or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        self.trial = Trial(model, batches, loss_fn, seed, tolerance_of(self.dtype), precision)
         self._backend = BACKENDS[backend](self.trial, timeout)
 
     def __enter__(self) -> Reference:
@@ -127,7 +136,7 @@ class Reference:
         mesh, start = Mesh.of(mesh), time.monotonic()
         model, steps = self.trial.model, len(self.trial.batches)
         if build is None:
-            plan = plan or compiler.plan(model, mesh, self.trial.batches[0], **self.common, **options)
+            plan = plan or compiler.plan(model, mesh, self.trial.batches[0], precision=self.precision, **self.common, **options)
             build = self._build(mesh, plan)
         report = Report(mesh, type(model).__name__, str(self.dtype).removeprefix("torch."), steps, backend=self.backend)
         report.parameters = sum(p.numel() for p in model.parameters())
@@ -145,7 +154,7 @@ class Reference:
             return lambda model, batch: compiler.compile(model, mesh, batch, plan=plan, **self.common)
         # ranks of one process need the model to be traced once only
         model, batch = self.trial.model, self.trial.batches[0]
-        prepared = compiler.Prepared.of(capture(model, batch, **self.common), plan, mesh, batch)
+        prepared = compiler.Prepared.of(capture(model, batch, precision=plan.precision, **self.common), plan, mesh, batch)
         return lambda model, batch: prepared.sharded(model, open_world(mesh))
 
 

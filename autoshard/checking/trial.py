@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.checking.compare import Row, compare, compare_gradients, elements_over
+from autoshard.checking.compare import Row, allowance, compare, compare_gradients, elements_over, tolerance_of
+from autoshard.checking.one_device import LEARNING_RATE, Exact, OneDevice, adamw, is_low, loss_of
 from autoshard.checking.processes import Status
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
-from autoshard.signature import leaf_name, read_call
-
-LEARNING_RATE = 1e-3
+from autoshard.signature import leaf_name
 
 Build = Callable[[nn.Module, Any], nn.Module]
 """``build(model, batch)``, called on every rank, makes its sharded module."""
@@ -44,13 +43,20 @@ def label(mesh: Mesh, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is run: the model, one global batch a step, and how often random numbers start anew (``seed`` + step, before each step)."""
+    """What is run: the model, one global batch a step, and how often random numbers start anew (``seed`` + step, before each step).
+
+    precision: see ``autoshard.precision``; the model is in its own.
+    """
 
     model: nn.Module
     batches: tuple
     loss_fn: Callable | None
     seed: int
     tolerance: float
+    precision: str = "fp32"
+
+    def one_device(self) -> OneDevice:
+        return OneDevice(self.model, self.loss_fn, self.precision)
 
     def start_step(self, step: int) -> Any:
         """Seed the random numbers of step 1, 2, ... and return its batch, which may be written to."""
@@ -58,33 +64,11 @@ class Trial:
         return copy.deepcopy(self.batches[step - 1])
 
 
-def eager(model: nn.Module, batch: Any, loss_fn: Callable | None) -> Any:
-    """What the captured model returns, from the model itself: its output, or ``(loss, output)`` with a loss function."""
-    extra = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
-    call = read_call(model.forward, batch, loss_fn is not None, extra)
-    output = model(*call.args, **call.kwargs)
-    if loss_fn is None:
-        return output
-    return loss_fn(output, {**call.kwargs, **call.loss_only} if isinstance(batch, Mapping) else call.args), output
-
-
 def call(module: nn.Module, batch: Any) -> Any:
     """The user's call of a sharded module."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
-
-
-def loss_of(output: Any, has_loss_fn: bool) -> torch.Tensor | None:
-    """The scalar to be minimised in an output, found as capture finds it; None if there is none."""
-    if has_loss_fn:
-        return output[0]
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    scalars = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() == 0 and t.requires_grad]
-    if any(named is t for t in scalars):
-        return named
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    return first if len(scalars) == 1 and scalars[0] is first else None
 
 
 def leaves_of(output: Any) -> dict[str, Any]:
@@ -96,11 +80,6 @@ def leaves_of(output: Any) -> dict[str, Any]:
     return leaves
 
 
-def adamw(parameters) -> torch.optim.AdamW | None:
-    parameters = [p for p in parameters if p.requires_grad]
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
-
-
 def warm_up() -> None:
     """Load what torch loads late, so that forked processes need not each do it: a second a process."""
     p = nn.Parameter(torch.ones(1))
@@ -109,14 +88,20 @@ def warm_up() -> None:
 
 
 def run_alone(trial: Trial, status: Status) -> dict:
-    """Train on one device. Loss of every step, outputs of the first, parameters after the last, whether random numbers were drawn."""
-    model, losses, leaves, random = copy.deepcopy(trial.model), [], {}, False
-    optimizer = adamw(model.parameters())
+    """Train on one device.
+
+    Loss of every step, outputs of the first (of a model of lower precision in fp32 too), parameters after the last, whether random
+    numbers were drawn.
+    """
+    one, losses, leaves, exact, random = trial.one_device(), [], {}, {}, False
     for step in range(1, len(trial.batches) + 1):
         status(f"step {step} on one device")
         batch = trial.start_step(step)
         before = torch.get_rng_state()
-        output = eager(model, batch, trial.loss_fn)
+        if step == 1 and is_low(one.model):
+            exact = leaves_of(Exact(one)(trial.start_step(1)))
+            torch.set_rng_state(before)
+        output = one.run(batch)
         random = random or not torch.equal(before, torch.get_rng_state())
         if step == 1:
             leaves = leaves_of(output)
@@ -124,11 +109,9 @@ def run_alone(trial: Trial, status: Status) -> dict:
         if loss is None:
             break
         losses.append(loss.detach().clone())
-        loss.backward()
-        if optimizer:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {"losses": losses, "leaves": leaves, "parameters": {n: p.detach() for n, p in model.named_parameters()}, "random": random}
+        one.step(loss)
+    parameters = {name: one.masters[name].detach() for name, _ in one.model.named_parameters()}
+    return {"losses": losses, "leaves": leaves, "exact": exact, "parameters": parameters, "random": random}
 
 
 def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup | None, recorder, status: Status) -> tuple[dict, int]:
@@ -140,11 +123,12 @@ def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup 
     """
     status("compile")
     sharded = build(trial.model, copy.deepcopy(trial.batches[0]))
-    losses, leaves, gradients, per_step = [], {}, [], 0
+    losses, leaves, gradients, scales, per_step = [], {}, [], [], 0
     with recorder as log:
         status("gathering parameters")
         states = [_whole(sharded.state_dict())]
-        optimizer = adamw(sharded.parameters())
+        parameters = list(sharded.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
         for step in range(1, len(trial.batches) + 1):
             batch, before = trial.start_step(step), log.count
             status(f"step {step} forward")
@@ -162,6 +146,7 @@ def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup 
             loss.backward()
             per_step += log.count - before
             status(f"step {step}, gathering gradients")
+            scales.append(getattr(sharded, "loss_scale", 1.0))
             gradients.append(_whole(sharded.grad_dict()))
             status(f"step {step} optimizer")
             if optimizer:
@@ -172,7 +157,7 @@ def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup 
         log.end()
     status("comparing copies")
     rows = _check_copies(sharded, states[-1], len(losses), rank, everyone)
-    whole = {"states": states, "gradients": gradients} if rank == 0 else {}
+    whole = {"states": states, "gradients": gradients, "scales": scales} if rank == 0 else {}
     return {"losses": losses, "leaves": leaves, "copies": rows, **whole}, per_step
 
 
@@ -209,23 +194,24 @@ def check(
         names = dict.fromkeys([*alone["leaves"], *got["leaves"]])
         for name in names:
             if name in got["leaves"] and name in alone["leaves"]:
-                rows.append(compare("output", name, 1, rank, got["leaves"][name], alone["leaves"][name], tolerance))
+                allowed = allowance(alone["leaves"][name], alone["exact"].get(name), tolerance)
+                rows.append(compare("output", name, 1, rank, got["leaves"][name], alone["leaves"][name], allowed))
             else:
                 note = "missing" if name in alone["leaves"] else "not an output of the model"
                 rows.append(Row("output", name, 1, rank, torch.inf, tolerance, note))
     got = result_of(0)
     status("comparing steps")
-    steps = _check_steps(trial, got["states"], got["gradients"])
+    steps = _check_steps(trial, got["states"], got["gradients"], got["scales"])
     excused = {}
     if got["gradients"] and all(row.ok for row in steps):  # otherwise what differs is wrong, not excused
         excused = {name: elements_over(got["states"][-1][name], want, tolerance) for name, want in alone["parameters"].items()}
     return rows + steps, {name: n for name, n in excused.items() if n}
 
 
-def _check_steps(trial: Trial, states: list[dict], gradients: list[dict]) -> list[Row]:
+def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales: list[float]) -> list[Row]:
     """Every step again on one device, from the parameters that the sharded run had before it; see compare.py."""
-    tolerance, model = trial.tolerance, copy.deepcopy(trial.model)
-    start = model.state_dict()
+    tolerance, one = trial.tolerance, trial.one_device()
+    start = one.state_dict()
     rows = [
         Row("parameter", name, 0, 0, torch.inf, 0.0, "missing from state_dict" if name in start else "unknown name in state_dict")
         for name in start.keys() ^ states[0].keys()
@@ -235,21 +221,31 @@ def _check_steps(trial: Trial, states: list[dict], gradients: list[dict]) -> lis
     rows += [compare("parameter", name, 0, 0, states[0][name], start[name], 0.0) for name in start]
     if not all(row.ok for row in rows):
         return rows
-    parameters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
-    optimizer = adamw(parameters.values())
-    for step, got in enumerate(gradients, 1):
-        model.load_state_dict(states[step - 1])
-        model.zero_grad(set_to_none=True)
-        loss = loss_of(eager(model, trial.start_step(step), trial.loss_fn), trial.loss_fn is not None)
-        if loss is None:
+    own = dict(one.model.named_parameters())
+    parameters = {name: nn.Parameter(one.masters[name].detach().clone(), p.requires_grad) for name, p in own.items()}
+    near = {name: tolerance if one.masters[name] is p else tolerance_of(one.masters[name].dtype) for name, p in own.items()}
+    optimizer, exact = adamw(parameters.values()), Exact(one) if is_low(one.model) else None
+    for step, (got, scale) in enumerate(zip(gradients, scales), 1):
+        one.model.load_state_dict(states[step - 1])
+        truth = exact.gradients(trial.start_step(step)) if exact else None
+        want = one.gradients(trial.start_step(step), scale)
+        if want is None:
             raise RunError("the model returned a loss once, and then none")
-        loss.backward()
-        rows += compare_gradients(step, got, {name: p.grad for name, p in model.named_parameters()}, tolerance)
+        skipped, skips = (scale != 1.0 and not _finite(found) for found in (got, want))
+        if skipped != skips:
+            note = f"{'overflowed' if skipped else 'did not overflow'} at a loss scale of {scale:g}, unlike on one device"
+            rows.append(Row("gradient", "", step, 0, torch.inf, 0.0, note))
+        elif not skipped:
+            rows += compare_gradients(step, got, want, tolerance, truth)
         for name, p in parameters.items():
-            p.grad = got.get(name)
+            p.grad = None if skipped or got.get(name) is None else got[name].to(p.dtype)
         if optimizer:
             optimizer.step()
-        rows += [compare("parameter", name, step, 0, states[step].get(name), p, tolerance) for name, p in parameters.items()]
-        buffers = ((name, b) for name, b in model.named_buffers() if name in start)
+        rows += [compare("parameter", name, step, 0, states[step].get(name), p, near[name]) for name, p in parameters.items()]
+        buffers = ((name, b) for name, b in one.model.named_buffers() if name in start)
         rows += [compare("buffer", name, step, 0, states[step].get(name), b, tolerance) for name, b in buffers]
     return rows
+
+
+def _finite(gradients: Mapping[str, torch.Tensor | None]) -> bool:
+    return all(bool(g.isfinite().all()) for g in gradients.values() if g is not None)

@@ -21,6 +21,9 @@ from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import Param
 
 GROUPS = "optimizer groups"
+SCALE = "loss scale"
+TEXTS = (GROUPS, SCALE)
+"""Entries that are JSON."""
 
 
 def save(sharded: Sharded, optimizer: torch.optim.Optimizer | None, path: str | Path) -> None:
@@ -36,6 +39,8 @@ def save(sharded: Sharded, optimizer: torch.optim.Optimizer | None, path: str | 
     }
     if optimizer is not None:
         entries |= _optimizer_entries(sharded, optimizer)
+        if sharded.scaling:
+            entries[SCALE] = json.dumps(sharded.scaling.state())
     _quietly(dcp.save, entries, storage_writer=dcp.FileSystemWriter(path, overwrite=True))
 
 
@@ -58,11 +63,13 @@ def load(sharded: Sharded, optimizer: torch.optim.Optimizer | None, path: str | 
     entries: dict[str, object] = {}
     for key, entry in stored.items():
         if key.startswith("model/") or optimizer is not None:
-            entries[key] = "" if key == GROUPS else torch.empty(entry.size, dtype=entry.properties.dtype)
+            entries[key] = "" if key in TEXTS else torch.empty(entry.size, dtype=entry.properties.dtype)
     _quietly(dcp.load, entries, checkpoint_id=path)
     state.put(sharded.stage, lambda param: entries[f"model/{param.name}"])
     if optimizer is not None:
         _restore(sharded, optimizer, entries)
+        if sharded.scaling and SCALE in entries:
+            sharded.scaling.load(json.loads(entries[SCALE]))
 
 
 def _quietly(run: Callable, entries: dict[str, object], **where) -> None:

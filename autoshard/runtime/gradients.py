@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.runtime import collectives
-from autoshard.runtime.zero import Shard, Slots
+from autoshard.runtime.zero import Rounded, Slots
 
 BUCKET_BYTES = 25 * 2**20
 _ALIGN = 16  # elements: every gradient of a bucket starts where vectorised kernels like it
@@ -25,13 +25,14 @@ class Entry:
     """What happens to the gradient of a leaf when backward has accumulated it.
 
     group: the ranks over which it is summed; None: this one has the sum.
-    shard: of a weight of ZeRO level 1 or 2, of which this rank's piece is handed over to the optimizer's parameter.
+    shard: of a weight of ZeRO level 1 or 2, of which this rank's piece is handed over to the optimizer's parameter, or of lower precision,
+        of which all is.
     scatter: it is summed over the data axis too, and only this rank's piece of that sum is kept.
     """
 
     leaf: torch.Tensor
     group: dist.ProcessGroup | None
-    shard: Shard | None = None
+    shard: Rounded | None = None
     scatter: bool = False
 
 
@@ -230,22 +231,22 @@ class GradientSync:
 
 
 @torch.no_grad()
-def sum_over_stages(entries: Iterable[tuple[torch.nn.Parameter, dist.ProcessGroup]]) -> None:
+def sum_over_stages(entries: Iterable[tuple[torch.nn.Parameter, torch.dtype, dist.ProcessGroup]]) -> None:
     """Sum the gradients of parameters that several pipeline stages hold, over the group of their holders.
 
     A stage may have no gradient for one, if the use it makes of it has none; None stays only if no stage has one.
 
     Args:
-        entries: in an order that is the same on all members of every group.
+        entries: (parameter, dtype of its gradient, group), in an order that is the same on all members of every group.
     """
     together: dict[tuple, list[torch.nn.Parameter]] = {}
-    for param, group in entries:
-        together.setdefault((group, param.dtype), []).append(param)
+    for param, dtype, group in entries:
+        together.setdefault((group, dtype), []).append(param)
     for (group, dtype), params in together.items():
         has = torch.tensor([p.grad is not None for p in params], dtype=dtype, device=params[0].device)
         for p in params:
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=dtype)
         dist.all_reduce(has, group=group)
         dist.all_reduce(flatten(params), group=group)
         for p, count in zip(params, has.tolist()):

@@ -15,12 +15,14 @@ from autoshard.signature import Signature
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument: its shape in the *global* batch, and the dim that holds the batch (None: none)."""
+    """A tensor argument: its shape in the *global* batch, and the dim that holds the batch (None: none). cast: whether values of other
+    floating dtypes are converted."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None = 0
+    cast: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Interface:
         values = self.signature.bind(args, kwargs)
         for argument in self.arguments:
             value = values[argument.name]
+            if argument.cast and value.is_floating_point():
+                value = values[argument.name] = value.to(argument.dtype)
             if value.dtype != argument.dtype:
                 raise RunError(
                     f"argument {argument.name!r} has dtype {value.dtype}; the model was compiled for {argument.dtype}",

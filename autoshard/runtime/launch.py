@@ -42,7 +42,7 @@ def write(
     """
     folder, high = Path(folder), high or {}
     arguments = {
-        a.name: {"shape": list(a.shape), "dtype": str(a.dtype), "batch_dim": a.batch_dim, "high": high.get(a.name, 2)}
+        a.name: {"shape": list(a.shape), "dtype": str(a.dtype), "batch_dim": a.batch_dim, "cast": a.cast, "high": high.get(a.name, 2)}
         for a in interface.arguments
     }
     (folder / "interface.json").write_text(json.dumps(arguments, indent=2) + "\n")
@@ -57,7 +57,7 @@ def open_folder(folder: str | Path) -> tuple[Sharded, dict[str, dict]]:
     if not (folder / "rank0.py").exists() or not (folder / "interface.json").exists():
         raise RunError(f"{str(folder)!r} holds no emitted modules", hint="write them with autoshard emit, or sharded.emit(folder)")
     described = json.loads((folder / "interface.json").read_text())
-    arguments = tuple(Argument(name, tuple(d["shape"]), _dtype(d["dtype"]), d["batch_dim"]) for name, d in described.items())
+    arguments = tuple(Argument(name, tuple(d["shape"]), _dtype(d["dtype"]), d["batch_dim"], d["cast"]) for name, d in described.items())
     rank, _ = rank_and_count()
     # the mesh is the same in all files, so a wrong number of processes is seen before one looks for its own
     world = open_world(Mesh.of(_load(folder / "rank0.py").mesh))
@@ -89,7 +89,7 @@ def random_weight(param: Param) -> torch.Tensor:
     if not param.dtype.is_floating_point:
         return torch.zeros(param.shape, dtype=param.dtype)
     center = 1.0 if len(param.shape) < 2 and param.name.endswith("weight") else 0.0
-    return (center + 0.02 * torch.randn(param.shape, generator=_generator(param.name))).to(param.dtype)
+    return (center + 0.02 * torch.randn(param.shape, generator=_generator(param.name))).to(param.kept)
 
 
 def random_batch(described: Mapping[str, dict], step: int) -> dict[str, torch.Tensor]:

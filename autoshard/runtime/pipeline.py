@@ -15,8 +15,10 @@ Leaves = tuple[torch.Tensor, ...]
 
 
 def loss_share(stage: StageModule, leaves: Leaves) -> torch.Tensor:
-    """A micro-batch's part of the loss: their sum is the loss of the whole batch."""
+    """A micro-batch's part of the loss, from which backward starts: their sum is the loss of the whole batch, times its scale."""
     loss = leaves[stage.loss]
+    if stage.loss_scale != 1.0:
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * stage.loss_scale
     return loss if stage.outputs[stage.loss].time == "P" else loss / stage.microbatches
 
 

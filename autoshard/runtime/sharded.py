@@ -14,6 +14,7 @@ from autoshard.runtime import state
 from autoshard.runtime.feed import Feed, feeds
 from autoshard.runtime.gradients import Entry, GradientSync, sum_over_stages
 from autoshard.runtime.interface import Interface
+from autoshard.runtime.masters import Masters
 from autoshard.runtime.norm import clip_grad_norm
 from autoshard.runtime.outputs import Lazy, deliver
 from autoshard.runtime.pipeline import Loop, Pipeline
@@ -32,8 +33,9 @@ class Sharded(nn.Module):
 
     Call it like the model, with the *global* batch, the same on every rank. It returns what the model returns: the loss is a plain tensor,
     equal on all ranks; results that lie in pieces are ``Lazy``. ``loss.backward()`` leaves each parameter's gradient in ``.grad``, as on
-    one device. Parameters are this rank's pieces, under their original names: those that the optimizer is to update, also under ZeRO, where
-    a call of the model begins by gathering the weights that an optimizer changed in pieces.
+    one device. Parameters are this rank's pieces, under their original names: those that the optimizer is to update, also under ZeRO and in
+    mixed precision, where a call of the model begins by gathering and rounding the weights that an optimizer changed. In mixed precision
+    ``.grad`` has the lower precision, in fp16 times ``loss_scale``; optimizers are given true gradients in fp32, see ``runtime.masters``.
 
     Args:
         stage: this rank's module, weights loaded.
@@ -56,20 +58,27 @@ class Sharded(nn.Module):
         entries = [self._entry(attribute, spec) for attribute, spec in stage.params.items() if spec.requires_grad]
         reduced = [entry for entry in entries if entry.group is not None or entry.shard is not None]
         self._sync = GradientSync(reduced, every_backward=not self.scheduled)
-        several = sorted(((spec.stages, spec.name, p) for spec, p in trainable if len(spec.stages) > 1), key=lambda e: e[:2])
-        self._tied = [(p, self.world.holders(stages)) for stages, _, p in several]
+        several = sorted(((s.stages, s.name, p, s.dtype) for s, p in trainable if len(s.stages) > 1), key=lambda e: e[:2])
+        self._tied = [(p, dtype, self.world.holders(stages)) for stages, _, p, dtype in several]
+        self._masters = self._keep_masters()
         runner = (self.world.scheduler or Pipeline) if self.world.mesh.pipeline > 1 else Loop
         first = Compiled(stage, interface, runner(stage, self._sync.arm))
         self.programs = Programs(first, lambda other: runner(other, self._sync.arm))
         if interface.training is not None:
             self.train(interface.training)
 
+    def _keep_masters(self) -> Masters | None:
+        lower = {spec.dtype for spec in self.catalogue.values() if spec.master is not None}
+        params = [p for spec, p in self.stage.held() if spec.kind == "parameter"]
+        # of the others bf16 has the range of fp32; frozen ones count too: what ranks agree on, all of them must be asked
+        return Masters([*params, *self._nothing], self.world, torch.float16 in lower) if lower else None
+
     def _entry(self, attribute: str, spec: Param) -> Entry:
         """What happens to a parameter's gradient after backward."""
         shard = self.stage.shards.get(attribute)
         if shard is None:
             return Entry(getattr(self.stage, attribute), self.world.group(spec.sync))
-        if spec.zero == 1 or "data" not in spec.sync:
+        if spec.zero in (0, 1) or "data" not in spec.sync:
             return Entry(shard.whole, self.world.group(spec.sync), shard)
         rest = tuple(axis for axis in spec.sync if axis != "data")
         return Entry(shard.whole, self.world.group(rest), shard, scatter=True)
@@ -105,9 +114,12 @@ class Sharded(nn.Module):
         fed = feeds(program.stage, batch)
         self._sync.reset()
         gather(self.stage.shards.values())
+        scale = program.stage.loss_scale = self.loss_scale
         if self.scheduled:
             return program, self._run_scheduled(program, fed)
         results = [program.stage(**fed[0])]
+        if scale != 1.0:
+            results = [tuple(_Scale.apply(x, scale) if x.requires_grad else x for x in results[0])]
         state.update(self.stage, program.stage, self.catalogue, results)
         return program, deliver(program.stage, results, ran_backward=False)
 
@@ -156,7 +168,27 @@ class Sharded(nn.Module):
 
         The norm is that of ``torch.nn.utils.clip_grad_norm_`` on one device, every element of the model counted once; it is at least fp32.
         """
-        return clip_grad_norm(self.stage, self.catalogue, max_norm, norm_type)
+        return clip_grad_norm(self.stage, self.catalogue, max_norm, norm_type, self.loss_scale)
+
+    @property
+    def scaling(self) -> Masters | None:
+        """What scales the loss, if anything does."""
+        return self._masters if self._masters and self._masters.scaled else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied with before the next backward, so that gradients in fp16 don't vanish: 1 in all other precisions.
+
+        It starts at 2^16, and changes as that of ``torch.amp.GradScaler``, see ``runtime.masters.Masters``. The same on every rank.
+        """
+        return self.scaling.scale if self.scaling else 1.0
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        """Set it, on every rank. RunError if the model is not compiled with ``precision="fp16"``."""
+        if not self.scaling:
+            raise RunError("only a model in fp16 has a loss scale", hint='compile it with precision="fp16"')
+        self.scaling.scale = value
 
     # --- names and state ---------------------------------------------------------------------------------------------
 
@@ -183,7 +215,10 @@ class Sharded(nn.Module):
 
     def grad_dict(self) -> dict[str, torch.Tensor | None]:
         """Whole gradients on the CPU, by the parameters' original names; None for a parameter without one. A collective."""
-        return state.gather_gradients(self.stage, self.catalogue)
+        found = state.gather_gradients(self.stage, self.catalogue)
+        if not self.scaling:
+            return found
+        return {name: g if g is None else self.scaling.true(g, self.catalogue[name].kept) for name, g in found.items()}
 
     def piece_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a whole tensor that lies like the parameter or buffer ``name``."""
@@ -200,6 +235,19 @@ class Sharded(nn.Module):
 
 def _result(program: Compiled, outputs: list) -> Any:
     return program.interface.result({spec.leaf: x for spec, x in zip(program.stage.outputs, outputs)})
+
+
+class _Scale(torch.autograd.Function):
+    """The value as it is, its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
 
 
 class _HandOver(torch.autograd.Function):

@@ -21,7 +21,7 @@ from autoshard.runtime.pieces import take
 from autoshard.runtime.random import Streams
 from autoshard.runtime.regather import Regather
 from autoshard.runtime.world import World
-from autoshard.runtime.zero import Shard
+from autoshard.runtime.zero import Rounded, Shard
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Param:
     stages: pipeline stages that hold it; its gradient is summed over them too.
     zero: its ZeRO level. From 1 on ``layout`` cuts it along data: so lies the piece that the optimizer updates. At levels 1 and 2 forward
         reads it whole along data; at level 3 it reads the piece, and gathers it itself.
+    master: the dtype in which the optimizer updates it, if that is not ``dtype``, in which forward reads it.
     """
 
     names: tuple[str, ...]
@@ -45,10 +46,16 @@ class Param:
     sync: tuple[str, ...] = ()
     stages: tuple[int, ...] = (0,)
     zero: int = 0
+    master: torch.dtype | None = None
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype of what is saved."""
+        return self.master or self.dtype
 
     @property
     def saved(self) -> bool:
@@ -139,18 +146,22 @@ class StageModule(nn.Module):
         self.world, self.device = world, world.device
         self.data, self.tensor = world.axes
         self.streams = Streams(world.axes, world.stage, world.device, world.common_seed()) if like is None else like.streams
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, Rounded] = {}
+        self.loss_scale = 1.0  # of what backward starts from
         self.alike = True  # whether gradients are summed over the same ranks as those of ``like``
         self._buffers_of: dict[str, str] = {}  # attribute: that of ``like``
         self._regather = Regather()
         for attribute, param in self.params.items():
             if like is not None and param.kind != "constant":
                 continue
+            shape = local_shape(param.shape, parse_layout(param.layout), world.mesh.sizes, world.coords)
             if param.zero in (1, 2):
-                self.shards[attribute] = Shard(param.shape, param.layout, param.dtype, world)
+                self.shards[attribute] = Shard(param.shape, param.layout, param.dtype, param.master, world)
+            elif param.master is not None:
+                self.shards[attribute] = Rounded(shape, param.dtype, param.master, world)
+            if attribute in self.shards:
                 setattr(self, attribute, self.shards[attribute].whole)
                 continue
-            shape = local_shape(param.shape, parse_layout(param.layout), world.mesh.sizes, world.coords)
             tensor = torch.empty(shape, dtype=param.dtype, device=world.device)
             if param.kind == "parameter":
                 self.register_parameter(attribute, nn.Parameter(tensor, requires_grad=param.requires_grad))
@@ -208,7 +219,8 @@ class StageModule(nn.Module):
         return tuple(inspect.signature(getattr(cls, method)).parameters)[1:]
 
     def held(self) -> Iterator[tuple[Param, torch.Tensor]]:
-        """What this rank holds: (description, local tensor), in the order of ``params``. Under ZeRO the tensor is the optimizer's piece."""
+        """What this rank holds: (description, local tensor), in the order of ``params``; of a weight that forward reads otherwise, under
+        ZeRO or in mixed precision, what the optimizer updates."""
         for attribute, param in self.params.items():
             yield param, self.shards[attribute].piece if attribute in self.shards else getattr(self, attribute)
 

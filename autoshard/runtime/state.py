@@ -50,7 +50,7 @@ def gather(stage: StageModule, params: Mapping[str, Param]) -> dict[str, torch.T
     out: dict[str, torch.Tensor] = {}
     for name, param in params.items():
         if param.saved:
-            tensor = gather_one(stage, param, held.get(name))
+            tensor = gather_one(stage, param, held.get(name), param.kept)
             out.update({alias: tensor for alias in param.names})
     return out
 

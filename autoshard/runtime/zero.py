@@ -1,6 +1,7 @@
-"""Weights of ZeRO levels 1 and 2: whole where forward reads them, in pieces over the data axis for the optimizer.
+"""Weights of which forward reads something else than the optimizer updates.
 
-(A weight of level 3 is stored in pieces only; see ``regather``.)
+Under ZeRO levels 1 and 2 forward reads them whole, and the optimizer updates pieces over the data axis. (A weight of level 3 is stored in
+pieces only; see ``regather``.) In mixed precision forward reads them rounded, and the optimizer updates masters in fp32.
 """
 
 from __future__ import annotations
@@ -17,18 +18,56 @@ from autoshard.runtime.world import World
 GATHER_BYTES = 25 * 2**20
 
 
-class Shard:
-    """One weight.
+class Rounded:
+    """A weight of lower precision.
 
-    whole: what forward reads, and where backward leaves the gradient: a leaf, cut over the tensor axis only.
-    piece: this rank's part of it over data, the parameter that the user's optimizer sees. Where memory allows it a view of ``whole``.
+    whole: what forward reads, and where backward leaves the gradient: a leaf.
+    piece: the parameter that the user's optimizer sees: the master of ``whole``. Its gradient stays in the lower precision.
+
+    Args:
+        shape: of what this rank holds.
+        master: dtype of the master.
+    """
+
+    cut = False
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, master: torch.dtype, world: World):
+        self.whole = torch.empty(shape, dtype=dtype, device=world.device, requires_grad=True)
+        self.piece = nn.Parameter(torch.empty(shape, dtype=master, device=world.device))
+        self._follow()
+
+    def _follow(self) -> None:
+        self.piece.grad_dtype = None  # any: that of ``whole``
+        self._seen = self.piece._version
+
+    def target(self) -> torch.Tensor:
+        """``whole``, to be filled with what the masters say now. Autograd sees it only if they have changed: a backward that is still to
+        come may read the weight otherwise."""
+        changed, self._seen = self.piece._version != self._seen, self.piece._version
+        return self.whole if changed else self.whole.data
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """What belongs to the piece of ``x``, shaped like ``whole``."""
+        return x
+
+    def hand_over(self, gradient: torch.Tensor) -> None:
+        """Add a gradient of the piece to what the piece has."""
+        self.piece.grad = gradient if self.piece.grad is None else self.piece.grad.add_(gradient)
+
+
+class Shard(Rounded):
+    """A weight of ZeRO level 1 or 2.
+
+    whole: cut over the tensor axis only. piece: this rank's part of it over data; without a master, and where memory allows it, a view.
 
     Args:
         shape: of the weight, global.
         layout: of the pieces, text over (data, tensor).
     """
 
-    def __init__(self, shape: tuple[int, ...], layout: str, dtype: torch.dtype, world: World):
+    cut = True
+
+    def __init__(self, shape: tuple[int, ...], layout: str, dtype: torch.dtype, master: torch.dtype | None, world: World):
         data, tensor = parse_layout(layout)
         sizes = world.mesh.sizes
         self.axis = world.data
@@ -37,7 +76,9 @@ class Shard:
         self.whole = torch.empty(local, dtype=dtype, device=world.device, requires_grad=True)
         self.widths = collectives.widths_of(local[self.dim] // self.blocks, self.axis.size)
         mine = self.part(self.whole.detach(), self.axis.index)
-        self.piece = nn.Parameter(mine if self.blocks == 1 else mine.reshape(self.piece_shape(self.axis.index)))
+        self.is_view = self.blocks == 1 and master is None
+        self.piece = nn.Parameter(mine if self.is_view else mine.to(master or dtype).reshape(self.piece_shape(self.axis.index)))
+        self._follow()
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """Rank ``index``'s part of a tensor shaped like ``whole``: a view, with its blocks, if there are several, in a dim of their own."""
@@ -49,18 +90,17 @@ class Shard:
         shape = self.whole.shape
         return (*shape[: self.dim], self.blocks * self.widths[index], *shape[self.dim + 1 :])
 
+    def target(self) -> torch.Tensor:
+        return self.whole.data if self.is_view else super().target()  # the optimizer's step has told autograd
+
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``x``, shaped like ``whole``: a view if the blocks allow it."""
+        """This rank's part of ``x``, shaped like ``whole``: a view if the blocks allow it."""
         return self.part(x, self.axis.index).reshape(self.piece.shape)
 
     @property
     def room(self) -> int:
         """Elements of the largest piece: the first, as torch.chunk cuts."""
         return self.whole.numel() // self.whole.shape[self.dim] * self.blocks * self.widths[0]
-
-    def hand_over(self, gradient: torch.Tensor) -> None:
-        """Add a gradient of the piece to what the piece has."""
-        self.piece.grad = gradient if self.piece.grad is None else self.piece.grad.add_(gradient)
 
 
 class Slots:
@@ -83,20 +123,24 @@ class Slots:
 
 
 @torch.no_grad()
-def gather(shards: Iterable[Shard]) -> None:
+def gather(weights: Iterable[Rounded]) -> None:
     """Make every ``whole`` what the pieces of all data ranks say. A collective."""
-    for bucket in _buckets(shards):
+    weights = list(weights)
+    rounded = [weight for weight in weights if not weight.cut]
+    if rounded:
+        torch._foreach_copy_([weight.target() for weight in rounded], [weight.piece for weight in rounded])
+    for bucket in _buckets(weight for weight in weights if weight.cut):
         slots, axis = Slots(bucket), bucket[0].axis
         mine, everyone = slots.new(1), slots.new(axis.size)
         pieces = [shard.piece.detach() for shard in bucket]
         torch._foreach_copy_([slots.slot(mine[0], i, piece) for i, piece in enumerate(pieces)], pieces)
         collectives.all_gather_into(everyone, mine, axis)
         targets, sources = [], []
+        wholes = [shard.target() for shard in bucket]
         for rank in range(axis.size):
             for i, shard in enumerate(bucket):
-                # past the version counter: a backward that is still to come may read the weight, and its values stay
-                part = shard.part(shard.whole.data, rank)
-                if rank != axis.index or shard.blocks > 1:
+                part = shard.part(wholes[i], rank)
+                if rank != axis.index or not shard.is_view:
                     targets.append(part)
                     sources.append(slots.slot(everyone[rank], i, part))
         torch._foreach_copy_(targets, sources)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -227,15 +229,35 @@ def test_zero_leaves_unused_parameters_without_a_gradient(level):
     equal(lambda: Sometimes("left"), with_ids, (2, 1, 1), data("S(0)", "x"), zero=level)
 
 
-@pytest.mark.xfail(strict=True, reason="there is no loss scaling yet, so no step is skipped when one rank's gradient overflows")
-def test_overflow_of_half_precision_on_one_rank():
+@pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 1, 2)], ids=str)
+def test_overflow_of_half_precision_on_one_rank(mesh):
+    """All ranks skip the step, the scale of 2^16 halves everywhere, and the next step is that of one device."""
+
     def overflow(sharded, batch):
         optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1)
-        before = sharded.state_dict()
+        before, last = sharded.state_dict(), sharded.world.mesh.size - 1
+        assert sharded.loss_scale == 2.0**16
         sharded(**batch).backward()
-        if sharded.world.rank == 1:
-            next(sharded.parameters()).grad[0, 0] = torch.inf
+        if sharded.world.rank == last:
+            next(p for p in sharded.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
         optimizer.step()
-        return all(torch.equal(before[name], value) for name, value in sharded.state_dict().items())
+        assert all(torch.equal(before[name], value) for name, value in sharded.state_dict().items())
+        assert sharded.loss_scale == 2.0**15
+        optimizer.zero_grad()
+        sharded(**batch).backward()
+        optimizer.step()
+        assert sharded.loss_scale == 2.0**15
+        return sharded.state_dict()
 
-    assert all(on_ranks(Words, words, (1, 2, 1), overflow, pin=tensor("S(0)", "embed.weight")))
+    torch.manual_seed(0)
+    model = Words()
+    masters, low = dict(model.named_parameters()), copy.deepcopy(model).half()
+    scale = 2.0**15
+    (low(**words()).float() * scale).backward()
+    with torch.no_grad():
+        for name, p in low.named_parameters():
+            masters[name].sub_(0.1 * p.grad.float() / scale)
+    options = {"pin": tensor("S(0)", "embed.weight"), "dtype": None, "precision": "fp16"}
+    for state in on_ranks(Words, words, mesh, overflow, **options):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=name)

@@ -121,7 +121,7 @@ def on_ranks(
     model, example = prepared(model_fn, batch, dtype)
     mesh = Mesh.of(mesh)
     plan = autoshard.plan(model, mesh, example, loss_fn=loss_fn, **options)
-    ready = Prepared.of(capture(model, example, loss_fn), plan, mesh, example)
+    ready = Prepared.of(capture(model, example, loss_fn, precision=plan.precision), plan, mesh, example)
     lockstep = Lockstep(mesh.size)
     results = run_ranks(lockstep, mesh, lambda world: work(ready.sharded(model, world), example), 60)
     assert results is not None, lockstep.mismatch
