@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard import trace_errors
+from autoshard.carried import Carried, refuse_state
 from autoshard.errors import CaptureError
 from autoshard.exported import build_graph
 from autoshard.precision import dtype_of, lowered, master_dtype
 from autoshard.program import Input, Param, Program
 from autoshard.signature import Signature, leaf_name, read_call
-from autoshard.tracing import tracing, tracing_mode
+from autoshard.tracing import refuse_gradient_hooks, tracing, tracing_mode, unchanged
 
 
 @dataclass
@@ -51,19 +52,23 @@ class Captured:
 
 
 class Root(nn.Module):
-    """What is traced: the model, then the loss function."""
+    """What is traced: the model, then the loss function. Returns their result, and the tensors that forward left behind."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable | None, as_tuple: bool):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.as_tuple = as_tuple
+        self.carried = Carried(model)
+        self.returns_state = True
 
-    def forward(self, args: tuple, kwargs: dict, loss_only: dict):
+    def forward(self, args: tuple, kwargs: dict, loss_only: dict, state: tuple = ()):
+        self.carried.begin(state)
         output = self.model(*args, **kwargs)
-        if self.loss_fn is None:
-            return output
-        return self.loss_fn(output, args if self.as_tuple else {**kwargs, **loss_only}), output
+        left = self.carried.end()
+        if self.loss_fn is not None:
+            output = self.loss_fn(output, args if self.as_tuple else {**kwargs, **loss_only}), output
+        return output, left if self.returns_state else []
 
 
 def capture(
@@ -98,11 +103,18 @@ def capture(
             torch.Tensor, lambda t: _fresh(t, device, low), (call.args, call.kwargs, call.loss_only)
         )
     _refuse_input_gradients(call)
+    refuse_gradient_hooks(own)
 
     root = Root(model, loss_fn, not isinstance(example_inputs, Mapping))
     root.training = model.training
     with trace_errors.explained(model), tracing(model, mode):
-        exported = torch.export.export(root, (args, kwargs, loss_only), strict=False)
+        exported = _export(root, (args, kwargs, loss_only))
+        if left := root.carried.left:
+            with mode or nullcontext():
+                state = [_fresh(leaf, device, None) for leaf in pytree.tree_leaves(left) if isinstance(leaf, torch.Tensor)]
+            refuse_state(exported, left, lambda: (_export(root, (args, kwargs, loss_only, tuple(state))), root.carried.left))
+            root.carried.left, root.returns_state = {}, False
+            exported = _export(root, (args, kwargs, loss_only))
 
     params = model_params(model, {name: p.dtype for name, p in own.named_parameters()} if low else {})
     names = _leaf_names(args, call.signature)
@@ -117,11 +129,16 @@ def capture(
         loss=None,
         updates=updates,
     )
-    out_spec = exported.call_spec.out_spec
+    out_spec = exported.call_spec.out_spec.child(0)
     program.loss = find_loss(program, out_spec, loss_fn is not None)
     constants = {p.name: exported.constants[_target(p.name, exported)] for p in read if p.kind == "constant"}
     seconds = time.perf_counter() - start
     return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, seconds, loss_fn, batch_dims, precision)
+
+
+def _export(root: Root, arguments: tuple):
+    with unchanged(root.model):
+        return torch.export.export(root, arguments, strict=False)
 
 
 def _fresh(tensor: torch.Tensor, device: torch.device, low: torch.dtype | None) -> torch.Tensor:

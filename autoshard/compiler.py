@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from autoshard.launching import Deferred, interface, load_source, one_plan_for_a
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import Stage, pure_nodes
+from autoshard.passes.localize import piece_sizes
 from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
 from autoshard.planning.plan import Plan
@@ -169,11 +170,20 @@ def convert(program: Program, decision: Decision) -> Program:
 
 @dataclass
 class Rewritten:
-    """A planned model, one program per stage; local shapes are the rank's business."""
+    """A planned model, one program per stage."""
 
     mesh: Mesh
     cut: Microbatched
     stages: list[Stage]
+    _local: dict[tuple, Program] = field(default_factory=dict)
+
+    def local(self, index: int, coords: tuple[int, int]) -> Program:
+        """The program of the rank of a stage at (data, tensor); ranks whose pieces have the same sizes share it."""
+        program = self.stages[index].program
+        key = index, piece_sizes(program, coords)
+        if key not in self._local:
+            self._local[key] = passes.run("localize", program, coords)
+        return self._local[key]
 
 
 @dataclass
@@ -267,7 +277,7 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
         raise MeshError(f"mesh {mesh} has no rank {rank}", hint=f"its ranks are 0 to {mesh.size - 1}")
     data, tensor, index = mesh.coords(rank)
     stage = rewritten.stages[index]
-    local = passes.run("localize", stage.program, (data, tensor))
+    local = rewritten.local(index, (data, tensor))
     holders: dict[str, tuple[int, ...]] = {}
     for other in rewritten.stages:
         for name in other.program.params:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +12,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError
+from autoshard.origin import inner_place, module_path, place, source_line
 from autoshard.program import Param, has_grad, tensors
 from autoshard.tracing import quiet
+from autoshard.writes import detach_in_place, is_mutating, refuse_hidden_writes
 
 aten = torch.ops.aten
-OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
-
 TAKEN = ("self", "torch", "F", "rt")
 """Names that mean something in emitted code."""
 
@@ -44,7 +42,9 @@ def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple]
     inline_regions(exported.graph_module)
     refuse_data_dependent(exported.graph)
     refuse_instance_statistics(exported)
-    if any(is_mutating(node) or keeps_statistics(node) for node in exported.graph.nodes):
+    detach_in_place(exported.graph)
+    refuse_hidden_writes(exported, {name for param in params if param.requires_grad for name in param.names})
+    if any(is_mutating(node) or keeps_statistics(node) or is_vectorised(node) for node in exported.graph.nodes):
         with quiet():
             exported = exported.run_decompositions({})
         refuse_mutation(exported, leaf_name)
@@ -71,9 +71,7 @@ def inline_regions(module: fx.GraphModule) -> None:
         elif name == "wrap_with_autocast" and not node.args[2]:
             inline(node, node.args[4], node.args[5:], module, grad=True)
         else:
-            what = "torch.autocast" if "autocast" in name else f"the operator {name!r}"
-            where = place(node) or inner_place(module, node)
-            raise CaptureError(f"the model uses {what} inside forward, which is not supported", where=where)
+            raise unsupported(name, place(node) or inner_place(module, node))
     module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.op == "call_function")
     module.recompile()
 
@@ -101,8 +99,17 @@ def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule
     graph.erase_node(node)
 
 
+def unsupported(name: str, where: str | None) -> CaptureError:
+    if "autocast" in name:
+        hint = "cast where it matters, x.to(torch.bfloat16), or have the whole model in the lower precision"
+        return CaptureError("the model uses torch.autocast inside forward, which is not supported", where=where, hint=hint)
+    hint = "the graph must be the same for all data: compute both sides and choose with torch.where, or unroll the loop"
+    return CaptureError(f"the model uses the operator {name!r} inside forward, which is not supported", where=where, hint=hint)
+
+
 def detached(graph: fx.Graph, value: Any, meta: dict) -> Any:
-    if not isinstance(value, fx.Node) or not isinstance(meta.get("val"), torch.Tensor) or not meta["val"].is_floating_point():
+    val = meta.get("val")
+    if not isinstance(value, fx.Node) or not isinstance(val, torch.Tensor) or not (val.is_floating_point() or val.is_complex()):
         return value
     new = graph.create_node("call_function", aten.detach.default, (value,), name="detach")
     new.meta = {"val": meta["val"], "nn_module_stack": value.meta.get("nn_module_stack"), "stack_trace": value.meta.get("stack_trace")}
@@ -112,8 +119,9 @@ def detached(graph: fx.Graph, value: Any, meta: dict) -> Any:
 # --- what can't be a program ---------------------------------------------------------------------------------------------
 
 
-def is_mutating(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def is_vectorised(node: fx.Node) -> bool:
+    """Whether a node belongs to a region of torch.vmap: decomposed, the region is ops on whole batches."""
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def refuse_data_dependent(graph: fx.Graph) -> None:
@@ -182,7 +190,7 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
     def placeholder(name: str, like: fx.Node) -> fx.Node:
         name = re.sub(r"\W", "_", name)
         node = graph.placeholder(f"{name}_" if name in TAKEN else name)
-        node.meta["val"] = plain(like.meta["val"], like.meta["val"].fake_mode)
+        node.meta["val"] = facts(like.meta["val"])
         return node
 
     user: list[fx.Node] = []
@@ -219,15 +227,14 @@ def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], st
             name = leaf_name(path)
             mapping[node] = inputs[name] = placeholder(name, node)
 
-    mode = next(n.meta["val"].fake_mode for n in source.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     for node, number in numbers.items():
         args, kwargs = ([], number.item()), {"dtype": number.dtype}
         new = mapping[node] = graph.create_node("call_function", aten.full.default, args, kwargs, name="full")
-        new.meta = {"val": plain(node.meta["val"], mode), "module": "", "source": ""}
+        new.meta = {"val": facts(node.meta["val"]), "module": "", "source": ""}
     for node in source.nodes:
         if node.op == "call_function":
             new = mapping[node] = graph.node_copy(node, lambda n: mapping[n])
-            new.meta = {"val": pytree.tree_map_only(torch.Tensor, lambda t: plain(t, mode), node.meta.get("val"))}
+            new.meta = {"val": pytree.tree_map_only(torch.Tensor, facts, node.meta.get("val"))}
             new.meta["module"] = module_path(node)
             new.meta["source"] = source_line(node)
     leaves = next(n for n in source.nodes if n.op == "output").args[0]
@@ -247,12 +254,9 @@ def is_number(constant: Any) -> bool:
     return isinstance(constant, torch.Tensor) and constant.dim() == 0 and constant.device.type != "meta" and not constant.is_complex()
 
 
-def plain(val: torch.Tensor, mode) -> torch.Tensor:
-    """The same fake tensor on the device ``cpu``, whatever the model's: a program is for no device, and devices must not mix."""
-    if val.device.type == "cpu":
-        return val
-    with mode:
-        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
+def facts(val: torch.Tensor) -> torch.Tensor:
+    """A fake tensor as one on ``meta``: a program is for no device, and ops on it are run many times quicker."""
+    return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
 
 
 def annotate(graph: fx.Graph, read: dict[Param, fx.Node]) -> None:
@@ -263,38 +267,3 @@ def annotate(graph: fx.Graph, read: dict[Param, fx.Node]) -> None:
             node.meta["grad"] = node in trainable
         elif node.op == "call_function":
             node.meta["grad"] = has_grad(node)
-
-
-def module_path(node: fx.Node) -> str:
-    """The user's module that runs the op: ``transformer.h.0.attn``; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0].split("@")[0]
-    return path.removeprefix("model").removeprefix(".")
-
-
-_SOURCES: dict[str, str] = {}
-
-
-def source_line(node: fx.Node) -> str:
-    """``modeling_gpt2.py:187: code``: the innermost frame of the user's, or of a library that is not torch."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return ""
-    if trace not in _SOURCES:
-        frames = [f for f in FRAME.findall(trace) if not f[0].startswith(OURS) and not f[0].startswith("<")]
-        _SOURCES[trace] = f"{Path(frames[-1][0]).name}:{frames[-1][1]}: {frames[-1][2].strip()}" if frames else ""
-    return _SOURCES[trace]
-
-
-def inner_place(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Where the first op inside a region is."""
-    bodies = (getattr(module, a.target) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr")
-    return next((place(n) for body in bodies for n in body.graph.nodes if n.op == "call_function" and place(n)), None)
-
-
-def place(node: fx.Node) -> str:
-    """Where a node of the exported graph is in the user's code, for errors."""
-    module, source = module_path(node), source_line(node)
-    return f"{module} ({source})" if module and source else module or source

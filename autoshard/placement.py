@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 from autoshard.errors import PlacementError
@@ -102,6 +102,7 @@ def blocks_now(layout: Layout, axis: int, sizes: tuple[int, ...]) -> int:
     return blocks
 
 
+@cache
 def legal(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Whether a value of this (global) shape can lie so: dims exist, blocks divide, and no piece is empty."""
     for dim in {p.dim for p in layout if p.is_shard}:
@@ -130,6 +131,7 @@ def legal(layout: Layout, shape: tuple[int, ...], sizes: tuple[int, ...]) -> boo
     return True
 
 
+@cache
 def local_shape(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...], coords: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the piece at ``coords`` of a value of global ``shape``."""
     out = list(shape)
@@ -200,9 +202,14 @@ class Step:
     def dst(self) -> Placement:
         return self.after[self.axis]
 
-    @property
+    @cached_property
     def conversion(self) -> Conversion:
         return CONVERSIONS[self.src.kind, self.dst.kind]
+
+    @cached_property
+    def others(self) -> Layout:
+        """``before`` of the whole along this axis: the placements of the others, R along it."""
+        return self.before[: self.axis] + (R,) + self.before[self.axis + 1 :]
 
 
 def _safe(layout: Layout, axis: int) -> bool:
@@ -211,15 +218,16 @@ def _safe(layout: Layout, axis: int) -> bool:
     return not mine.is_shard or not any(p.is_shard and p.dim == mine.dim and p.blocks == mine.blocks for p in layout[axis + 1 :])
 
 
-def step_bytes(step: Step, shape: tuple[int, ...], sizes: tuple[int, ...], grad: bool) -> tuple[float, float]:
-    """Elements that one rank sends for a step, forward and backward (ring algorithm), on the largest rank."""
-    others = step.before[: step.axis] + (R,) + step.before[step.axis + 1 :]
-    elements = 1.0
-    for n in local_shape(shape, others, sizes, (0,) * len(sizes)):
-        elements *= n
+def step_factor(step: Step, sizes: tuple[int, ...], grad: bool) -> float:
+    """Elements that one rank sends for a step, forward and backward (ring algorithm), in units of ``largest`` of ``step.others``."""
     k, conversion = sizes[step.axis], step.conversion
-    backward = bytes_sent(conversion.backward_bytes, elements, k) if grad else 0.0
-    return bytes_sent(conversion.forward_bytes, elements, k), backward
+    return bytes_sent(conversion.forward_bytes, 1.0, k) + (bytes_sent(conversion.backward_bytes, 1.0, k) if grad else 0.0)
+
+
+@cache
+def largest(shape: tuple[int, ...], layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Elements on the rank that holds most of a value of global ``shape``: the first."""
+    return prod(local_shape(shape, layout, sizes, (0,) * len(sizes)))
 
 
 @cache
@@ -228,20 +236,29 @@ def route(src: Layout, dst: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
 
     A value without a gradient (``grad=False``) does not tell R from R*. Axes of size 1 need no conversion.
     """
+    best: tuple[float, int, tuple[Step, ...]] | None = None
+    for way in _ways(src, dst, sizes, grad):
+        if all([legal(step.after, shape, sizes) for step, _ in way]):
+            cost = sum([factor * largest(shape, step.others, sizes) for step, factor in way])
+            if best is None or (cost, len(way)) < best[:2]:
+                best = (cost, len(way), tuple(step for step, _ in way))
+    return best[2] if best is not None else None
+
+
+@cache
+def _ways(src: Layout, dst: Layout, sizes: tuple[int, ...], grad: bool) -> tuple[tuple[tuple[Step, float], ...], ...]:
+    """All sequences of (step, its ``step_factor``) that lead from ``src`` to ``dst``, for values of any shape."""
 
     def plain(p: Placement, k: int) -> Placement:
         return R if k == 1 or (not grad and p == R_STAR) else p
 
     src = tuple(plain(p, k) for p, k in zip(src, sizes))
     dst = tuple(plain(p, k) for p, k in zip(dst, sizes))
-    best: tuple[float, int, tuple[Step, ...]] | None = None
+    found: list[tuple[tuple[Step, float], ...]] = []
 
-    def search(layout: Layout, path: tuple[Step, ...], cost: float, undone: frozenset[int]):
-        nonlocal best
-        if best is not None and (cost, len(path)) >= best[:2]:
-            return
+    def search(layout: Layout, path: tuple[tuple[Step, float], ...], undone: frozenset[int]):
         if layout == dst:
-            best = (cost, len(path), path)
+            found.append(path)
             return
         for axis in range(len(layout)):
             targets = [dst[axis]] if layout[axis] != dst[axis] else []
@@ -251,13 +268,12 @@ def route(src: Layout, dst: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
                 if layout[axis] == target or (layout[axis].kind, target.kind) not in CONVERSIONS:
                     continue
                 after = layout[:axis] + (target,) + layout[axis + 1 :]
-                if not (_safe(layout, axis) and _safe(after, axis)) or not legal(after, shape, sizes):
-                    continue
-                step = Step(axis, layout, after)
-                search(after, path + (step,), cost + sum(step_bytes(step, shape, sizes, grad)), undone | {axis})
+                if _safe(layout, axis) and _safe(after, axis):
+                    step = Step(axis, layout, after)
+                    search(after, path + ((step, step_factor(step, sizes, grad)),), undone | {axis})
 
-    search(src, (), 0.0, frozenset())
-    return best[2] if best is not None else None
+    search(src, (), frozenset())
+    return tuple(found)
 
 
 def step_arguments(step: Step, shape: tuple[int, ...], sizes: tuple[int, ...], coords: tuple[int, ...]) -> tuple[str, int | None]:
@@ -273,8 +289,7 @@ def step_arguments(step: Step, shape: tuple[int, ...], sizes: tuple[int, ...], c
 
     size = None
     if step.src.is_shard:
-        undone = step.before[: step.axis] + (R,) + step.before[step.axis + 1 :]
-        size = local_shape(shape, undone, sizes, coords)[step.src.dim]
+        size = local_shape(shape, step.others, sizes, coords)[step.src.dim]
     return f"{seen(step.before)} -> {seen(step.after)}", size
 
 

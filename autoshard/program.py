@@ -2,7 +2,7 @@
 
 Facts live in ``node.meta``:
 
-    val       FakeTensor (or a tuple of them): global shape and dtype before LOCAL, the rank's own after
+    val       tensor on ``meta`` (or a tuple of them): global shape and dtype before LOCAL, the rank's own after
     grad      whether a gradient flows through the value (its result requires grad)
     strategy  autoshard.rules.Strategy, from the plan
     layouts   tuple of Layout, one per tensor result
@@ -111,8 +111,13 @@ def tensors(val) -> tuple:
 
 def has_grad(node: fx.Node) -> bool:
     """Whether a gradient flows through the result of an op: from a floating operand that has one, unless it is cut."""
+    return any(n.meta.get("grad") for n in node.all_input_nodes) and passes_grad(node)
+
+
+def passes_grad(node: fx.Node) -> bool:
+    """Whether an op hands the gradient of its result on to its operands."""
     name = getattr(node.target, "__name__", "").partition(".")[0]
-    if name == "detach" or name.endswith("_like") or name.startswith("new_") or not any(n.meta.get("grad") for n in node.all_input_nodes):
+    if name == "detach" or name.endswith("_like") or name.startswith("new_"):
         return False  # torch.zeros_like(x) has nothing of x but its shape
     return any(t.is_floating_point() or t.is_complex() for t in tensors(node.meta["val"]))
 

@@ -32,6 +32,7 @@ def tracing(model: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
         stack.enter_context(quiet())
         stack.enter_context(unchanged(model))
         stack.enter_context(custom_gradients())
+        stack.enter_context(autograd_inside())
         if mode is not None:
             off_meta(model, mode)
         yield
@@ -115,7 +116,9 @@ def custom_gradients() -> Iterator[None]:
     def apply(cls, *args, **kwargs):
         if cls is checkpoint.CheckpointFunction:
             function, _, *operands = args
-            return function(*operands)
+            learns = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in operands)
+            with torch.set_grad_enabled(learns):  # a reentrant checkpoint trains nothing if none of its inputs has a gradient
+                return function(*operands)
         if cls.__module__.startswith("torch."):
             return original.__func__(cls, *args, **kwargs)
         where, _ = users_frame(traceback.extract_stack()) or (None, "")
@@ -130,3 +133,45 @@ def custom_gradients() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original
+
+
+@contextlib.contextmanager
+def autograd_inside() -> Iterator[None]:
+    """``inference_mode`` is taken for ``no_grad``; hooks and ``backward()`` inside forward would be lost, and are refused."""
+
+    def refuse(what: str, hint: str):
+        def refused(*args, **kwargs):
+            where, _ = users_frame(traceback.extract_stack()) or (None, "")
+            raise CaptureError(f"the model uses {what} inside forward, which is not supported", where=where, hint=hint)
+
+        return refused
+
+    def enter(self) -> None:
+        self.instead = torch.no_grad()
+        self.instead.__enter__()
+
+    replaced = [
+        (torch.Tensor, "register_hook", refuse("Tensor.register_hook", "scale gradients in the graph: x * s + (x * (1 - s)).detach()")),
+        (torch.autograd, "backward", refuse("backward()", "return the loss; gradients that the loss needs are torch.autograd.grad's")),
+        (torch.inference_mode, "__enter__", enter),
+        (torch.inference_mode, "__exit__", lambda self, *args: self.instead.__exit__(*args)),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, new in replaced:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replaced, originals):
+            setattr(owner, name, original)
+
+
+def refuse_gradient_hooks(model: nn.Module) -> None:
+    """Hooks that change gradients are no part of a graph."""
+    found = [f"the module {path!r}" for path, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+    found += [f"the parameter {name!r}" for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if found:
+        raise CaptureError(
+            f"{found[0]} has a hook on its gradient, which would not run",
+            hint="remove it; work on gradients between backward() and the optimizer's step",
+        )

@@ -9,34 +9,28 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autoshard.program import has_grad, tensors
+from autoshard.program import has_grad
+
+META = torch.device("meta")
 
 
 def new_op(graph: fx.Graph, target: Callable, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
-    """Insert an op at the graph's insertion point; its val comes from running it on fake operands, module and source from ``like``."""
+    """Insert an op at the graph's insertion point; its val from those of its operands, module and source from ``like``."""
     node = graph.create_node("call_function", target, args, kwargs or {}, name=target.__name__.partition(".")[0])
     node.meta = {key: like.meta[key] for key in ("module", "source") if key in like.meta}
-    node.meta["val"] = fake_result(node)
+    node.meta["val"] = run_on_facts(target, args, kwargs or {})
     node.meta["grad"] = has_grad(node)
     return node
 
 
-def fake_result(node: fx.Node) -> Any:
-    """What the op gives on the fake values of its operands."""
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
-    mode = fake_mode(node.graph)
-    if mode is None:
-        return node.target(*args, **kwargs)
-    with mode, torch.no_grad():
-        return node.target(*args, **kwargs)
-
-
-def fake_mode(graph: fx.Graph):
-    """The mode that the graph's fake tensors live in; None if they are plain tensors."""
-    for node in graph.nodes:
-        for val in tensors(node.meta.get("val")):
-            return getattr(val, "fake_mode", None)
-    return None
+def run_on_facts(target: Callable, args: tuple, kwargs: dict) -> Any:
+    """What an op gives on the vals of the nodes in its arguments. Raises whatever the op raises."""
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.device, lambda _: META, (args, dict(kwargs)))
+    if any(a.name == "device" and a.kwarg_only for a in getattr(getattr(target, "_schema", None), "arguments", ())):
+        kwargs["device"] = META
+    with torch.no_grad():
+        return target(*args, **kwargs)
 
 
 def replace(node: fx.Node, value: fx.Node) -> None:

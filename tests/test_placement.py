@@ -17,6 +17,7 @@ from autoshard.placement import (
     blocks_now,
     bytes_sent,
     format_layout,
+    largest,
     legal,
     local_shape,
     parse_layout,
@@ -24,7 +25,7 @@ from autoshard.placement import (
     pieces,
     route,
     step_arguments,
-    step_bytes,
+    step_factor,
 )
 
 SIZES = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (1, 1)]
@@ -150,10 +151,11 @@ def test_bytes_are_those_of_a_ring():
     assert bytes_sent("1/k", 100, 4) == 18.75
     assert bytes_sent("0", 100, 4) == 0
     (step,) = route((S(0), S(1)), (R, S(1)), (8, 6), (2, 3))
-    assert step_bytes(step, (8, 6), (2, 3), grad=True) == (8.0, 0.0)  # half of the 16 elements that are whole along the axis
+    whole = largest((8, 6), step.others, (2, 3))
+    assert whole * step_factor(step, (2, 3), grad=True) == pytest.approx(8)  # half of the 16 elements that are whole along the axis
     (step,) = route((S(0), S(1)), (R_STAR, S(1)), (8, 6), (2, 3))
-    assert step_bytes(step, (8, 6), (2, 3), grad=True) == (8.0, 8.0)
-    assert step_bytes(step, (8, 6), (2, 3), grad=False) == (8.0, 0.0)
+    assert whole * step_factor(step, (2, 3), grad=True) == pytest.approx(16)
+    assert whole * step_factor(step, (2, 3), grad=False) == pytest.approx(8)
 
 
 def test_a_value_without_gradient_does_not_tell_r_from_r_star():

@@ -20,7 +20,7 @@ from math import prod
 
 from autoshard.cluster import Cluster, Device, Link
 from autoshard.mesh import SHARDED_AXES, Mesh
-from autoshard.placement import Layout, R, bytes_sent, local_shape, route
+from autoshard.placement import CONVERSIONS, Layout, bytes_sent, largest, route
 from autoshard.rules.notation import Strategy
 
 _RING = {  # collective -> (messages in units of k - 1, factor of Conversion.forward_bytes)
@@ -91,8 +91,7 @@ def conversion_steps(
         return None
     forward, backward = [], []
     for step in way:
-        others = step.before[: step.axis] + (R,) + step.before[step.axis + 1 :]
-        nbytes = prod(local_shape(shape, others, mesh.sizes, (0,) * len(mesh.sizes))) * itemsize * batch_share
+        nbytes = largest(shape, step.others, mesh.sizes) * itemsize * batch_share
         axis, conversion = SHARDED_AXES[step.axis], step.conversion
         if conversion.forward != "none":
             forward.append(_run(conversion.forward, axis, nbytes, mesh, cluster, "forward"))
@@ -106,10 +105,27 @@ def conversion_seconds(
     src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, mesh: Mesh, cluster: Cluster, grad: bool, batch_share: float = 1.0
 ) -> tuple[float, float] | None:
     """(forward, backward) seconds of a conversion, one run; None if there is no way. Arguments as for ``conversion_steps``."""
-    steps = conversion_steps(src, dst, shape, itemsize, mesh, cluster, grad, batch_share)
-    if steps is None:
+    way = route(src, dst, shape, mesh.sizes, grad)
+    if way is None:
         return None
-    return tuple(sum(s.seconds for s in steps if s.direction == direction) for direction in ("forward", "backward"))
+    forward = backward = 0.0
+    for step in way:
+        nbytes = largest(shape, step.others, mesh.sizes) * itemsize * batch_share
+        (start, rate), (start_back, rate_back) = _linear(step.src.kind, step.dst.kind, SHARDED_AXES[step.axis], mesh, cluster)
+        forward += start + rate * nbytes
+        backward += start_back + rate_back * nbytes
+    return forward, backward if grad else 0.0
+
+
+@cache
+def _linear(src: str, dst: str, axis: str, mesh: Mesh, cluster: Cluster) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Forward and backward, (seconds, seconds a byte) of a step between placements of two kinds: what ``_run`` comes to."""
+    conversion = CONVERSIONS[src, dst]
+    found = []
+    for kind in (conversion.forward, conversion.backward):
+        start, byte = (_run(kind, axis, n, mesh, cluster, "").seconds if kind != "none" else 0.0 for n in (0.0, 1e9))
+        found.append((start, (byte - start) / 1e9))
+    return found[0], found[1]
 
 
 def gradient_sync(nbytes: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> Collective:

@@ -77,7 +77,8 @@ def blocks(
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     # a stage needs work of its own: cuts are behind ops that are not computed in every stage anyway
     possible = [bool(values) and node not in pure and not any(v in tuples for v in values) for node, values in alive[:-1]]
-    narrow = [min((s for s in sizes[max(0, i - window) : i + window + 1] if s), default=0.0) for i in range(len(possible))]
+    widths = [size if ok else 0.0 for ok, size in zip(possible, sizes)]
+    narrow = [min((w for w in widths[max(0, i - window) : i + window + 1] if w), default=0.0) for i in range(len(possible))]
     legal = [ok and size <= least for ok, size, least in zip(possible, sizes, narrow)]
     if sum(legal) < mesh.pipeline - 1:
         legal = possible

@@ -62,6 +62,8 @@ def main() -> int:
                     if keys[f"{outcome.kind}: {outcome.key}"] <= 2:
                         print(tell(one, chosen, outcome, not options.no_shrink), flush=True)
             done += 1
+            if done % 50 == 0:
+                print(f"{done} seeds, {time.process_time():.0f} CPU seconds", file=sys.stderr, flush=True)
     print(f"{done} seeds in {time.monotonic() - began:.0f} s: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
     for key, n in keys.most_common():
         print(f"  {n} {key}")

@@ -80,11 +80,14 @@ class Subject:
     def captured(self):
         return capture(self.model, self.batches[0])
 
+    @cached_property
+    def program(self):
+        return passes.run("canonicalize", self.captured.program)
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all parameters and inputs that the model reads, by name."""
-        program = passes.run("canonicalize", self.captured.program)
-        return {known.name: known.shape for known in (*program.params.values(), *program.inputs.values())}
+        return {known.name: known.shape for known in (*self.program.params.values(), *self.program.inputs.values())}
 
     @cached_property
     def unsteady(self) -> dict[tuple[str, str], float]:
@@ -111,13 +114,12 @@ class Subject:
 
     def run(self, draw: Draw) -> Outcome:
         try:
-            program = passes.run("canonicalize", self.captured.program)
-            mesh = Mesh(*draw.mesh)
+            program, mesh = self.program, Mesh(*draw.mesh)
             program.mesh = mesh
             plan = compiler.plan_for(
                 self.captured, program, "Model", mesh, Cluster.of(None), None, draw.microbatches, draw.pins, solvers(draw.solver)
             )
-            prepared = compiler.Prepared.of(self.captured, plan, mesh, self.batches[0])
+            prepared = compiler.Prepared(self.captured, program, plan, compiler.rewrite(program, plan, mesh), self.batches[0])
             found = self.local.compare(mesh, lambda model, batch: prepared.sharded(model, open_world(mesh)))
         except AutoshardError as error:
             text = str(error)

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+import autoshard
 from autoshard.checking.processes import ProcessError
 from autoshard.errors import AutoshardError
+from autoshard.planning.plan import Plan
 from autoshard.rules import RuleWarning
 from autoshard.verifier import Reference
 
 from . import make
 
+AXES = ("data", "tensor", "pipeline")
 MESHES = ("2,1,1", "1,2,1", "1,1,2", "2,2,2")
 
 
@@ -24,7 +27,8 @@ class Cell:
     """What became of a model on a mesh.
 
     kind: "EQ", or "ERR" for an error of autoshard's own that says why not. Anything else is a mistake of autoshard: "BUG".
-    error: the largest one of all comparisons. split: share of the matmul FLOPs that each axis divides. text: of an error.
+    error: the largest one of all comparisons. text: of an error.
+    split: share of the matmul FLOPs that each axis divides, by axis, for axes of more than one rank (see ``shares``).
     """
 
     model: str
@@ -39,8 +43,21 @@ class Cell:
     def __str__(self) -> str:
         if self.kind != "EQ":
             return f"{self.kind} {self.text}"
-        shares = "/".join(f"{100 * self.split.get(axis, 0):.0f}" for axis in ("data", "tensor"))
+        shares = "/".join(f"{100 * self.split[axis]:.0f}" if axis in self.split else "-" for axis in AXES)
         return f"EQ {self.error:.0e} {shares} %" + (f" m={self.microbatches}" if self.microbatches > 1 else "")
+
+
+def shares(plan: Plan) -> dict[str, float]:
+    """Share of the matmul FLOPs that each axis of more than one rank divides.
+
+    Of the pipeline: what the busiest stage does not do, as a share of what it would not do if all p stages did 1/p.
+    """
+    found = {axis: share for axis, share in plan.split_flops.items() if getattr(plan.mesh, axis) > 1}
+    stages = plan.mesh.pipeline
+    if stages > 1:
+        flops = [sum(op.flops for op in plan.ops if op.stage == stage) for stage in range(stages)]
+        found["pipeline"] = (1 - max(flops) / sum(flops)) / (1 - 1 / stages)
+    return found
 
 
 def run(model: str, meshes=MESHES, backend: str = "local", dtype: torch.dtype | None = None, steps: int = 2) -> Iterator[Cell]:
@@ -55,15 +72,16 @@ def run(model: str, meshes=MESHES, backend: str = "local", dtype: torch.dtype | 
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuleWarning)
-                    report = reference.verify(mesh)
+                    plan = autoshard.plan(reference.trial.model, mesh, reference.trial.batches[0])
+                    report = reference.verify(mesh, plan=plan)
             except Exception as error:
                 yield _failed(model, mesh, error)
                 continue
             if report.equal:
-                cell = Cell(model, mesh, "EQ", max(row.error for row in report.rows), report.split, report.microbatches)
+                cell = Cell(model, mesh, "EQ", max(row.error for row in report.rows), shares(plan), report.microbatches)
             else:
                 worst = report.mismatch or f"{report.worst.kind} {report.worst.where()} is off by {report.worst.error:.0e}"
-                cell = Cell(model, mesh, "BUG", split=report.split, microbatches=report.microbatches, text=worst)
+                cell = Cell(model, mesh, "BUG", split=shares(plan), microbatches=report.microbatches, text=worst)
             cell.seconds = sum(report.seconds.values())
             yield cell
 

@@ -81,12 +81,17 @@ class Recurrent(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tags.flatten()), logits, last
 
 
+def tagged(samples: int = 2 * BATCH):
+    """Recurrent layers divide samples only: enough of them for two axes after micro-batches."""
+    return {"words": torch.randint(0, 51, (samples, 9)), "tags": torch.randint(0, 7, (samples, 9))}
+
+
 def lstm():
-    return Recurrent(nn.LSTM), {"words": torch.randint(0, 51, (BATCH, 9)), "tags": torch.randint(0, 7, (BATCH, 9))}
+    return Recurrent(nn.LSTM), tagged()
 
 
 def gru():
-    return Recurrent(nn.GRU), {"words": torch.randint(0, 51, (BATCH, 9)), "tags": torch.randint(0, 7, (BATCH, 9))}
+    return Recurrent(nn.GRU), tagged()
 
 
 class GraphNetwork(nn.Module):
