@@ -14,15 +14,18 @@ LARGEST = 8  # ranks
 
 @dataclass(frozen=True)
 class Draw:
-    """solver: seed of the random choice of strategies and cuts; None takes the cheapest."""
+    """solver: seed of the random choice of strategies, cuts and, for each weight, of a level up to ``zero``; None: the cheapest."""
 
     mesh: tuple[int, int, int]
     microbatches: int = 1
     pins: dict[str, dict[str, str]] = field(default_factory=dict)
     solver: int | None = None
+    zero: int = 0
+    recompute: bool = False
 
     def __str__(self) -> str:
         how = "cheapest plan" if self.solver is None else f"random plan {self.solver}"
+        how += f", ZeRO {self.zero}" * (self.zero > 0) + ", recomputed" * self.recompute
         pins = f", pin={self.pins}" if self.pins else ""
         return f"mesh {','.join(map(str, self.mesh))}, {self.microbatches} micro-batches, {how}{pins}"
 
@@ -33,6 +36,9 @@ class Draw:
             found += [replace(self, mesh=(*self.mesh[:axis], n, *self.mesh[axis + 1 :])) for n in range(1, k)]
         found += [replace(self, microbatches=m) for m in range(1, self.microbatches) if self.microbatches % m == 0]
         found += [replace(self, pins={k: v for k, v in self.pins.items() if k != name}) for name in self.pins]
+        found += [replace(self, zero=level) for level in range(self.zero)]
+        if self.recompute:
+            found.append(replace(self, recompute=False))
         if self.solver is not None:
             found.append(replace(self, solver=None))
         return found
@@ -51,8 +57,17 @@ def draw(rng: Random, batch: int, shapes: dict[str, tuple[int, ...]]) -> Draw:
     for name, shape in shapes.items():
         if rng.random() < 0.08:
             dims = [d for d, n in enumerate(shape) if n > 1]
-            pins[name] = {"tensor": f"S({rng.choice(dims)})" if dims and rng.random() < 0.8 else "R"}
-    return Draw(mesh, m, pins, None if rng.random() < 0.2 else rng.randrange(10**6))
+            axis = "data" if name.startswith("x") and rng.random() < 0.3 else "tensor"
+            pins[name] = {axis: f"S({rng.choice(dims)})" if dims and rng.random() < 0.8 else "R"}
+    zero = rng.randint(1, 3) if mesh[0] > 1 and rng.random() < 0.4 else 0
+    return Draw(mesh, m, pins, None if rng.random() < 0.2 else rng.randrange(10**6), zero, rng.random() < 0.25)
+
+
+def lowered(seed: int | None, zero: dict[str, int]) -> dict[str, int]:
+    """ZeRO levels by parameter, some of them lower: each weight has its own."""
+    rng = Random(seed)
+    mixed = seed is not None and rng.random() < 0.5
+    return {name: rng.randrange(level + 1) if mixed and 0 < level < 3 else level for name, level in zero.items()}
 
 
 def solvers(seed: int | None) -> Solvers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from random import Random
 
-from . import layers, layouts, lookups, pointwise  # noqa: F401  (they fill STEPS)
+from . import layers, layouts, lookups, pointwise, table  # noqa: F401  (they fill STEPS)
 from .maker import Maker, SkipStep
 from .registry import STEPS
 from .spec import Spec, Value, Weight

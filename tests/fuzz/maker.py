@@ -61,6 +61,10 @@ class Maker:
             return self.hold(Weight(f"w{len(self.weights)}", text, buffer=True))
         return self.hold(Weight(f"w{len(self.weights)}", f"nn.Parameter({text})", frozen=self.rng.random() < 0.1))
 
+    def fixed(self, text: str, buffer: bool = False) -> str:
+        """A parameter or buffer that is made by ``text``, by the expression that reads it."""
+        return self.hold(Weight(f"w{len(self.weights)}", text, buffer=buffer))
+
     def part(self, text: str) -> str:
         """A submodule, by the expression that reads it."""
         return self.hold(Weight(f"m{len(self.weights)}", text, frozen=self.rng.random() < 0.1))

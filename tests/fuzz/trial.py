@@ -22,9 +22,10 @@ from autoshard.checking.trial import Trial
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, PlacementError, PlanError
 from autoshard.mesh import Mesh
+from autoshard.planning.saving import Saving
 from autoshard.runtime.world import open_world
 
-from .draws import Draw, solvers
+from .draws import Draw, lowered, solvers
 from .spec import Spec
 
 STEPS = 2
@@ -116,9 +117,11 @@ class Subject:
         try:
             program, mesh = self.program, Mesh(*draw.mesh)
             program.mesh = mesh
+            cluster, saving = Cluster.of(None), Saving(draw.zero, draw.recompute)
             plan = compiler.plan_for(
-                self.captured, program, "Model", mesh, Cluster.of(None), None, draw.microbatches, draw.pins, solvers(draw.solver)
+                self.captured, program, "Model", mesh, cluster, None, draw.microbatches, draw.pins, solvers(draw.solver), saving
             )
+            plan.zero = lowered(draw.solver, plan.zero)
             prepared = compiler.Prepared(self.captured, program, plan, compiler.rewrite(program, plan, mesh), self.batches[0])
             found = self.local.compare(mesh, lambda model, batch: prepared.sharded(model, open_world(mesh)))
         except AutoshardError as error:
