@@ -48,6 +48,13 @@ def explain(model: nn.Module, error: Exception) -> CaptureError:
             where=where,
             hint="the graph must be the same for all data: use torch.where or a mask, not if, int(), .item() or a loop over data",
         )
+    sized = next((e for e in chain if type(e).__name__ == "DynamicOutputShapeException"), None)
+    if sized is not None:
+        return CaptureError(
+            f"{name} calls {first_line(sized)}, which gives a size that depends on the data: {expression}",
+            where=where,
+            hint="every shape must be known before the step; F.ctc_loss, for one, can be traced with lengths that are tuples of ints",
+        )
     if "fake tensor in the exported program constant" in text:
         return CaptureError(
             f"{name} takes .data of a tensor in forward, or makes a tensor in some other way that can't be traced",

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_capture import Wrapped, check_equal, targets, traced
 from torch import nn
 
@@ -46,6 +47,8 @@ def test_control_flow_by_data_names_line_and_expression(function, expression, ca
 def test_sizes_and_numbers_by_data():
     assert "aten.index.Tensor gives a size that depends on the data" in message(lambda model, x: model.linear(x)[x > 0].sum())
     assert "gives a number that depends on the data" in message(lambda model, x: model.linear(x) * x.max().item())
+    text = message(lambda model, x: F.ctc_loss(model.linear(x)[:, None], torch.ones(1, 1).long(), torch.tensor([3]), torch.tensor([1])))
+    assert "aten._ctc_loss.Tensor, which gives a size that depends on the data: F.ctc_loss(" in text and "test_capture_errors.py:" in text
 
 
 def test_branches_on_shapes_are_taken():

@@ -20,7 +20,7 @@ from autoshard.checking.compare import Row, relative_error, tolerance_of
 from autoshard.checking.local import Local
 from autoshard.checking.trial import Trial
 from autoshard.cluster import Cluster
-from autoshard.errors import AutoshardError, PlacementError, PlanError
+from autoshard.errors import AutoshardError, CaptureError, PlacementError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.planning.saving import Saving
 from autoshard.runtime.world import open_world
@@ -87,8 +87,12 @@ class Subject:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters and inputs that the model reads, by name."""
-        return {known.name: known.shape for known in (*self.program.params.values(), *self.program.inputs.values())}
+        """Of all parameters and inputs that the model reads, by name; empty if it can't be traced."""
+        try:
+            program = self.program
+        except AutoshardError:
+            return {}
+        return {known.name: known.shape for known in (*program.params.values(), *program.inputs.values())}
 
     @cached_property
     def unsteady(self) -> dict[tuple[str, str], float]:
@@ -157,6 +161,8 @@ def _say(row: Row) -> str:
 
 def _right(error: AutoshardError, text: str, draw: Draw, batch: int) -> bool:
     """Whether an error is the right answer to a draw."""
+    if isinstance(error, CaptureError):
+        return "depends on the data" in text
     if isinstance(error, PlacementError):
         return bool(draw.pins) and ("can't be" in text or "no parameter, buffer, input or module" in text)
     if not isinstance(error, PlanError):
@@ -172,6 +178,7 @@ def _right(error: AutoshardError, text: str, draw: Draw, batch: int) -> bool:
 
 def _reason(text: str) -> str:
     for words in (
+        "depends on the data",
         "legal cut points",
         "do not divide",
         "mixes the samples",
