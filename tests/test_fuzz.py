@@ -9,8 +9,10 @@ import torch
 from fuzz.__main__ import outcomes, subject
 from fuzz.draws import Draw
 from fuzz.generate import generate
+from fuzz.maker import Maker, SkipStep
 from fuzz.shrink import shrink
 from fuzz.spec import Spec, Step, Weight
+from fuzz.table import OPS, call_op
 from fuzz.trial import Subject, doubles
 
 from autoshard.rules import rule_for
@@ -51,6 +53,29 @@ def test_models_are_of_many_kinds():
         "flatten",
     )
     assert all(kind in text for kind in kinds), [kind for kind in kinds if kind not in text]
+
+
+def test_every_op_that_has_a_rule_is_drawn():
+    never = set()
+    with doubles():
+        for op in OPS:
+            for seed in range(4):  # of several samples, some are of use
+                maker = Maker(Random(seed))
+                try:
+                    call_op(maker, op)
+                    break
+                except (SkipStep, RuntimeError):
+                    continue
+            else:
+                never.add(str(op).split(".")[1])
+    assert never <= set(UNUSABLE), sorted(never - set(UNUSABLE))
+
+
+UNUSABLE = (
+    "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training binary_cross_entropy_with_logits copy floor_divide "
+    "heaviside instance_norm multi_margin_loss prod soft_margin_loss to upsample_nearest3d upsample_trilinear3d"
+).split()
+"""Ops whose samples have no gradient on one device, or are too large."""
 
 
 def test_a_failure_is_made_small():

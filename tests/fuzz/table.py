@@ -16,19 +16,22 @@ OPS = sorted((op for op in SAMPLES if torch.Tag.nondeterministic_seeded not in o
 
 @step(5)
 def any_op(m: Maker):
-    op = m.rng.choice(OPS)
+    call_op(m, m.rng.choice(OPS))
+
+
+def call_op(m: Maker, op) -> None:
     arguments = m.rng.choice(SAMPLES[op])
     read: list[Value | str] = []
     named = arguments[-1] if isinstance(arguments[-1], dict) else {}
     texts = [_text(m, a, read) for a in arguments if not isinstance(a, dict)] + [f"{k}={_text(m, a, read)}" for k, a in named.items()]
-    weights = [m.scope["self"].get_parameter(r[5:]) for r in read if isinstance(r, str) and r[5:] in dict(m.module.named_parameters())]
+    weights = [p for name, p in m.module.named_parameters() if f"self.{name}" in read]
     call = f"torch.ops.{op}({', '.join(texts)})"
     found = eval(call.format(*(r if isinstance(r, str) else r.text for r in read)), m.scope)
     tuples = isinstance(found, (tuple, list))
     outs = list(found) if tuples else [found]
     trained = [t for t in outs if isinstance(t, torch.Tensor) and t.requires_grad]
     if trained:  # what has no derivative on one device either is of no use
-        torch.autograd.grad(sum(t.abs().sum() for t in trained), [w for w in weights if w.requires_grad], allow_unused=True)
+        torch.autograd.grad(sum(t.abs().sum() for t in trained), weights, allow_unused=True)
     for value in m.call(f"{call}{'[0]' * (tuples and len(outs) == 1)}", *read, outs=len(outs)):
         if value.tensor.is_complex():
             m.call("torch.view_as_real({0}.resolve_conj())", value)
