@@ -19,6 +19,7 @@ from autoshard.launching import Deferred, interface, load_source, one_plan_for_a
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import Stage, pure_nodes
+from autoshard.passes.id_checks import IdChecks, id_checks
 from autoshard.passes.localize import piece_sizes
 from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
@@ -175,6 +176,7 @@ class Rewritten:
     mesh: Mesh
     cut: Microbatched
     stages: list[Stage]
+    checks: IdChecks
     _local: dict[tuple, Program] = field(default_factory=dict)
 
     def local(self, index: int, coords: tuple[int, int]) -> Program:
@@ -267,7 +269,7 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)
     decision.zero, decision.regions, decision.kept = plan.zero, plan.regions, plan.kept
     converted = convert(cut.program, decision)
-    return Rewritten(mesh, cut, passes.run("cut_stages", converted))
+    return Rewritten(mesh, cut, passes.run("cut_stages", converted), id_checks(program) if mesh.size > 1 else IdChecks())
 
 
 def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with_unused: bool = True) -> str:
@@ -295,6 +297,7 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
             last=rewritten.stages[-1].program,
             prologue=rewritten.cut.prologue,
             extras=rewritten.cut.extras,
+            checks=rewritten.checks,
             holders=holders | everywhere,
             unused={name: p for name, p in unused.items() if index == 0 or name in everywhere},
         )

@@ -15,6 +15,7 @@ from autoshard import ops
 from autoshard.mesh import SHARDED_AXES, Mesh
 from autoshard.passes.checkpoint_regions import saves
 from autoshard.passes.cut_stages import Stage
+from autoshard.passes.id_checks import IdChecks
 from autoshard.passes.microbatch import Extra
 from autoshard.placement import R, format_layout
 from autoshard.printer import conversion_comment, expression, literal
@@ -49,6 +50,7 @@ class RankProgram:
     last: Program
     prologue: Program | None
     extras: tuple[Extra, ...]
+    checks: IdChecks
     holders: dict[str, tuple[int, ...]]
     unused: dict[str, Param]
 
@@ -76,6 +78,8 @@ def emit(rank: RankProgram) -> str:
     if rank.prologue is not None:
         lines += ["", *_prologue(rank, names)]
     lines += ["", *_forward(rank, names)]
+    if rank.checks.checks:
+        lines += ["", *_checks(rank.checks)]
     text = "\n".join(lines) + "\n"
     if "F." not in text:
         text = text.replace("import torch.nn.functional as F\n", "")
@@ -194,6 +198,17 @@ def _prologue(rank: RankProgram, names: dict[str, str]) -> list[str]:
     lines += _body([_item(node, comments=False) for node in program.ops if node in needed], set(), comments=False)
     items = ", ".join(f'"{name}": {literal(leaf)}' for name, leaf in leaves.items())
     return [*lines, f"        return {{{items}}}"]
+
+
+def _checks(found: IdChecks) -> list[str]:
+    """A method that looks at all ids of the batch, before the first forward."""
+    lines = ["    def check(self, batch):", "        # every rank has the whole batch: an id out of range is the same error on all of them"]
+    lines += _body([_item(node, comments=False) for node in found.ops], set(), comments=False)
+    for check in found.checks:
+        what = f"{check.op} in {check.module}" if check.module else check.op
+        ignored = "" if check.ignored is None else f", ignored={check.ignored}"
+        lines.append(f'        rt.check_ids({literal(check.ids)}, {check.low}, {check.high}, "{what}"{ignored})')
+    return lines
 
 
 def _needed(leaves: list[fx.Node]) -> set[fx.Node]:

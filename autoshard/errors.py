@@ -46,3 +46,7 @@ class InfeasibleError(PlanError):
 
 class RunError(AutoshardError):
     """The sharded module was called with something that it was not compiled for."""
+
+
+class IdError(RunError, IndexError):
+    """An id, or a label, points past what it is looked up in."""

@@ -13,6 +13,7 @@ import torch
 from autoshard.checking.lockstep import LocalGroup, Lockstep
 from autoshard.checking.processes import Failure, ProcessError, Status, first_failure
 from autoshard.checking.trial import Build, Compared, Trial, check, label, run_alone, run_rank
+from autoshard.errors import IdError
 from autoshard.mesh import Mesh
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.feed import Feed
@@ -46,7 +47,7 @@ class Local:
         with _undisturbed():
             try:
                 results = run_ranks(lockstep, mesh, partial(_rank, self.trial, build, lockstep), self.timeout)
-            except ProcessError:
+            except (ProcessError, IdError):
                 _ = self.alone  # a model that fails on one device as well is no fault of sharding: that error is the one to tell
                 raise
         done.mismatch, done.running = lockstep.mismatch, time.monotonic() - start

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from autoshard.checking.collectives import Log, Recorder, first_mismatch
 from autoshard.checking.processes import Process, ProcessError, Status, wait_for
 from autoshard.checking.trial import Build, Compared, Trial, check, label, run_alone, run_rank, warm_up
-from autoshard.errors import RunError
+from autoshard.errors import IdError, RunError
 from autoshard.mesh import Mesh
 
 
@@ -62,7 +62,7 @@ class Separate:
 
             try:
                 done.mismatch = wait_for(ranks, self.timeout, watch)
-            except ProcessError:
+            except (ProcessError, IdError):
                 _ = self.alone  # a model that fails on one device as well is no fault of sharding: that error is the one to tell
                 raise
             done.running = time.monotonic() - start

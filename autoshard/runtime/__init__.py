@@ -5,7 +5,7 @@ from autoshard.runtime.batch_norm import batch_norm
 from autoshard.runtime.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from autoshard.runtime.convert import convert
 from autoshard.runtime.interface import Argument, Interface
-from autoshard.runtime.kernels import vocab_cross_entropy, vocab_embedding
+from autoshard.runtime.kernels import check_ids, vocab_cross_entropy, vocab_embedding
 from autoshard.runtime.outputs import Lazy
 from autoshard.runtime.random import Streams, dropout
 from autoshard.runtime.recompute import kept, once, recompute
@@ -31,6 +31,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "batch_norm",
+    "check_ids",
     "convert",
     "dropout",
     "kept",

@@ -10,8 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from autoshard.errors import IdError
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.collectives import all_reduce, widths_of
+
+
+def check_ids(ids: torch.Tensor, low: int, high: int, what: str, ignored: int | None = None) -> None:
+    """Raise IdError unless all ids are from low to high, or ``ignored``. On a GPU a device-side assertion instead.
+
+    Args:
+        ids: of the whole batch, so that all ranks that have it raise the same.
+        what: looks them up, for the error.
+    """
+    good = (ids >= low) & (ids <= high)
+    if ignored is not None:
+        good |= ids == ignored
+    if good.is_cuda:
+        torch._assert_async(good.all(), f"index out of range in {what}")
+    elif not good.all():
+        bad = ids[~good][0].item()
+        allowed = f"{low} to {high}" + (f", or {ignored} to be ignored" if ignored is not None and not low <= ignored <= high else "")
+        raise IdError(f"{bad} is out of range for {what}: its index must be {allowed}", hint="look for it in the batch")
 
 
 def vocab_embedding(

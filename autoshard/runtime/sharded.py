@@ -111,6 +111,7 @@ class Sharded(nn.Module):
         if not self._agreed:  # once: a script that gives every rank its own batch does so from the first step
             agree(self.world, batch, "the arguments", "give every rank the whole global batch, the same on all")
             self._agreed = True
+        program.stage.check(batch)
         fed = feeds(program.stage, batch)
         self._sync.reset()
         gather(self.stage.shards.values())

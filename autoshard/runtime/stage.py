@@ -6,7 +6,7 @@ Shapes are global unless called local; "of one micro-batch" where the batch is c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -212,6 +212,9 @@ class StageModule(nn.Module):
     def prologue(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The extras of one micro-batch, computed before the first forward."""
         return {}
+
+    def check(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Raise IdError for ids of the whole batch, by the user's names, that the model can't look up, on whichever rank it would."""
 
     @classmethod
     def reads(cls, method: str) -> tuple[str, ...]:
