@@ -101,7 +101,7 @@ def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule
 
 def unsupported(name: str, where: str | None) -> CaptureError:
     if "autocast" in name:
-        hint = "cast where it matters, x.to(torch.bfloat16), or have the whole model in the lower precision"
+        hint = "plan with precision='bf16', or cast where it matters: x.to(torch.bfloat16)"
         return CaptureError("the model uses torch.autocast inside forward, which is not supported", where=where, hint=hint)
     hint = "the graph must be the same for all data: compute both sides and choose with torch.where, or unroll the loop"
     return CaptureError(f"the model uses the operator {name!r} inside forward, which is not supported", where=where, hint=hint)

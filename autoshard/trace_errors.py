@@ -21,6 +21,7 @@ DATA_DEPENDENT = (
     "GuardOnDataDependent",
     "DataDependentOutputException",
     "_local_scalar_dense",
+    ".numpy() is not supported",
 )
 
 
@@ -57,10 +58,14 @@ def explain(model: nn.Module, error: Exception) -> CaptureError:
         )
     if "fake tensor in the exported program constant" in text:
         return CaptureError(
-            f"{name} takes .data of a tensor in forward, or makes a tensor in some other way that can't be traced",
+            f"{name} takes .data of a tensor in forward, or the gradient of a value that can't be traced",
             where=where,
             hint="write x.detach() for x.data; what a step changes in a parameter belongs behind optimizer.step()",
         )
+    if "functorch" in text:
+        hint = "torch.autograd.grad(..., create_graph=True) can be traced for products and powers"
+        what = f"{name} uses a gradient transform of torch.func inside forward, which is not supported"
+        return CaptureError(what, where=where, hint=hint)
     return CaptureError(
         f"{name} can't be traced with these inputs: {first_line(chain[-1])}",
         where=where,

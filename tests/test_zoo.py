@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 from zoo import ZOO, make
-from zoo.cells import MESHES, run
+from zoo.cells import MESHES, run, shares, status
 from zoo.coverage import coverage
+from zoo.refused import table as refused
 
 from autoshard.capture import Captured, capture
 from autoshard.cluster import Cluster
@@ -49,7 +51,8 @@ def test_every_model_is_planned_and_written_out(name):
     m = 1 if name in MIX else 4
     plan = plan_for(captured(name), program, name, mesh, cluster, cluster.device.memory, m, {})
     assert plan.split_flops["data"] > 0.9, plan.split_flops
-    assert plan.split_flops["tensor"] > 0.9 or name in ("lstm", "gru"), plan.split_flops  # recurrent layers divide nothing but samples
+    assert plan.split_flops["tensor"] > 0.9, plan.split_flops
+    assert shares(plan)["pipeline"] > 0.1, shares(plan)
     rewritten = rewrite(program, plan, mesh)
     for rank in (0, 7):
         ast.parse(source(captured(name), rewritten, plan, rank))
@@ -61,9 +64,23 @@ MIX = ("mixtral", "clip", "graph_network", "dense_experts", "two_towers", "resne
 
 @pytest.mark.parametrize("name", named(slow=lambda name: name not in SMALL))
 def test_models_are_equal_to_one_device(name):
-    for cell in run(name, MESHES):
+    cells = list(run(name, MESHES))
+    for cell in cells:
         assert cell.kind == "EQ", f"{name} on {cell.mesh}: {cell}"
         assert (cell.microbatches == 1) == (cell.mesh.endswith(",1") or name in MIX)
+    assert f" {' | '.join(map(status, cells))} |" in next(row for row in readme() if name in row.split(" | ")[0].strip("| ").split(", "))
+
+
+def readme() -> list[str]:
+    """The rows of the README that ``python -m tests.zoo --support`` prints."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    return text.partition("<!-- python -m tests.zoo --support -->\n")[2].partition("\n<!-- end -->")[0].splitlines()
+
+
+def test_the_readme_says_what_runs_and_what_is_refused():
+    models = [row.split(" | ")[0].strip("| ").split(", ") for row in readme()[2 : readme().index("")]]
+    assert sorted(sum(models, [])) == sorted(ZOO)
+    assert readme()[readme().index("") + 1 :] == refused()
 
 
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["small", "large"])

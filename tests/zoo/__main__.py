@@ -11,8 +11,9 @@ import sys
 import torch
 
 from . import ZOO
-from .cells import MESHES, Cell, run
+from .cells import MESHES, Cell, run, support
 from .coverage import coverage, programs
+from .refused import table as refused
 
 
 def main() -> int:
@@ -22,7 +23,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("local", "processes"), default="local")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--coverage", action="store_true", help="instead: every op of the models, and its sharding rule")
-    parser.add_argument("--support", action="store_true", help="print the table as Markdown, for the README")
+    parser.add_argument("--support", action="store_true", help="instead: Markdown for the README, what runs and what is refused")
     arguments = parser.parse_args()
     models = arguments.models.split(",") if arguments.models else list(ZOO)
     if unknown := sorted(set(models) - set(ZOO)):
@@ -35,16 +36,14 @@ def main() -> int:
         return 0
     dtype = getattr(torch, arguments.dtype)
     if arguments.support:
-        print(f"| model | {' | '.join(meshes)} |\n| --- |{' --- |' * len(meshes)}")
-    else:
-        print(f"{'':16}" + "".join(f"{mesh:24}" for mesh in meshes))
+        rows = {model: list(run(model, meshes, arguments.backend, dtype)) for model in models}
+        print("\n".join([*support(rows), "", *refused()]))
+        return int(any(cell.kind == "BUG" for cells in rows.values() for cell in cells))
+    print(f"{'':16}" + "".join(f"{mesh:24}" for mesh in meshes))
     bad = False
     for model in models:
         cells = list(run(model, meshes, arguments.backend, dtype))
         bad |= any(cell.kind == "BUG" for cell in cells)
-        if arguments.support:
-            print(f"| {model} | {' | '.join(map(status, cells))} |", flush=True)
-            continue
         print(f"{model:16}" + "".join(f"{short(cell):24}" for cell in cells).rstrip(), flush=True)
         for cell in cells:
             if cell.kind != "EQ":
@@ -54,13 +53,6 @@ def main() -> int:
 
 def short(cell: Cell) -> str:
     return str(cell) if cell.kind == "EQ" else cell.kind
-
-
-def status(cell: Cell) -> str:
-    """A cell of the README's table."""
-    if cell.kind != "EQ":
-        return cell.text.splitlines()[0]
-    return "equal" if cell.microbatches > 1 or not cell.mesh.endswith(",2") else "equal (1 micro-batch)"
 
 
 if __name__ == "__main__":

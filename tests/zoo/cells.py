@@ -90,3 +90,19 @@ def _failed(model: str, mesh: str, error: Exception) -> Cell:
     known = isinstance(error, AutoshardError) and not isinstance(error, ProcessError)
     text = str(error) if known else "".join(traceback.format_exception(error, limit=-8))
     return Cell(model, mesh, "ERR" if known else "BUG", text=text)
+
+
+def support(rows: dict[str, list[Cell]]) -> list[str]:
+    """Lines of Markdown: models that fare alike share one."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for model, cells in rows.items():
+        alike.setdefault(tuple(map(status, cells)), []).append(model)
+    meshes = [cell.mesh for cell in next(iter(rows.values()))]
+    lines = [f"| models | {' | '.join(meshes)} |", "| --- |" + " --- |" * len(meshes)]
+    return lines + [f"| {', '.join(models)} | {' | '.join(cells)} |" for cells, models in alike.items()]
+
+
+def status(cell: Cell) -> str:
+    if cell.kind != "EQ":
+        return cell.text.splitlines()[0]
+    return "equal" if cell.microbatches > 1 or not cell.mesh.endswith(",2") else "equal (1 micro-batch)"

@@ -52,7 +52,8 @@ def free(rule: OpRule) -> list[str]:
 def text(rule: OpRule) -> str:
     """The rule as it is written, filled in for one call."""
     if not rule.sizes:
-        return "whole on every rank (nothing to shard)"
+        reads = any(spec for spec in rule.operands)
+        return "whole on every rank: " + ("any part of the result may need any part of an operand" if reads else "made of numbers")
 
     def spec(dims) -> str:
         names = [[f + "^" * (f in rule.fixed) for f in group] for group in dims]
