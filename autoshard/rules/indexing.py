@@ -6,6 +6,8 @@ Ops that *add* at an index are sums over the index dims, so those may be sharded
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -56,7 +58,7 @@ def index_put(node: fx.Node) -> OpRule:
     """Without accumulate, the entries overwrite each other in order: index dims are fixed. With it they are summed."""
     layout = _index_layout(node)
     if layout is None:
-        return unsharded(node)
+        return replace(unsharded(node), linear=(frozenset({0, len(operands(node)) - 1}),))
     own, broadcast, picked = layout
     accumulate = argument(node, "accumulate")
     if not accumulate:
@@ -169,7 +171,7 @@ def index_along(adds: bool):
 def index_fill(node: fx.Node) -> OpRule:
     own, _ = _along(node)
     text = " ".join(own)
-    linear = [("self",)] if "value" not in operand_names(node) and not argument(node, "value") else []
+    linear = [("self", "value")] if "value" in operand_names(node) or not argument(node, "value") else []
     return bind_named(node, {"self": text, "index": "i^", "value": ""}, text, saved=("index",), linear=linear)
 
 
@@ -198,7 +200,7 @@ TABLE = {
     **each("index_add", index_along(adds=True)),
     **each("index_fill.int_Scalar index_fill.int_Tensor", index_fill),
     **each("one_hot", one_hot),
-    **each("bucketize.Tensor", lambda node: bind_node(node, "..., bounds^ -> ...")),
+    **each("bucketize.Tensor", lambda node: bind_node(node, "..., bounds -> ...")),  # counts of bounds below add up
     **each("searchsorted.Tensor", searchsorted),
     **each("scatter_reduce.two", scatter_reduce),
     **each("index_reduce", index_reduce),

@@ -1,6 +1,6 @@
 """Rules of products: the contracted factor is summed, a bias is additive, flops are counted on the whole shapes.
 
-Partial sums pass through the left operand (with the bias, if there is one): a low-rank adapter may carry its summands through.
+Partial sums pass through either operand (with the bias, if there is one): a low-rank adapter may carry its summands through.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from torch import fx
 
 from autoshard.errors import RuleError
 from autoshard.program import operands, shape_of, where
-from autoshard.rules.call import argument, bind_named, bind_node, dims, each, needs_grad, operand_names, positive, result_shapes
+from autoshard.rules.call import argument, aten, bind_named, bind_node, dims, each, needs_grad, operand_names, positive, result_shapes
 from autoshard.rules.notation import OpRule
+
+OF_WEIGHTS = (aten("linear"), aten("addmm"))
+"""Products whose right side is a weight, which is never a summand."""
 
 
 def product(node: fx.Node, specs: dict[str, str], result: str, left: str, right: str, bias: str = "", inner: int = 0) -> OpRule:
     """A product of the operands ``left`` and ``right``; ``inner`` is the size that is summed over."""
     saved = [name for name, other in ((left, right), (right, left)) if needs_grad(argument(node, other))]
-    linear = [(left, bias)] if bias else [(left,), (right,)]
+    sides = [left] if bias and node.target in OF_WEIGHTS else [left, right]
+    linear = [(side, bias) if bias else (side,) for side in sides]
     return bind_named(node, specs, result, saved=saved, linear=linear, flops=2.0 * prod(result_shapes(node)[0]) * inner)
 
 

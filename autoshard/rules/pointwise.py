@@ -6,11 +6,14 @@ tensors. Adding a *number* is not linear: every rank would add it. ``saved`` is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
+from autoshard.placement import P, R
 from autoshard.program import operands, tensors
 from autoshard.rules.call import argument, bind_node, each, needs_grad, operand_names
-from autoshard.rules.notation import OpRule
+from autoshard.rules.notation import Choice, OpRule
 
 
 def elementwise(node: fx.Node, saved: tuple[int, ...] = (), linear: tuple[frozenset[int], ...] = ()) -> OpRule:
@@ -108,6 +111,11 @@ def overwrite(node: fx.Node) -> OpRule:
     return elementwise(node, linear=sets({1}))
 
 
+def shape_only(rule: OpRule, k: int) -> tuple[Choice, ...]:
+    """For ops that read an operand's shape and not its value: it may be a summand, and the result is whole all the same."""
+    return (Choice("shape only", (P,), (R,)),)
+
+
 def prelu(node: fx.Node) -> OpRule:
     """The slope belongs to dim 1, or to all of them."""
     rank = len(operands(node)[0].meta["val"].shape)
@@ -152,6 +160,6 @@ TABLE = {
            "le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar greater.Scalar greater.Tensor less.Tensor less.Scalar "
            "greater_equal.Tensor greater_equal.Scalar less_equal.Tensor less_equal.Scalar not_equal.Tensor not_equal.Scalar isclose "
            "gcd lcm nextafter isin.Tensor_Scalar", saves_nothing),
-    **each("zeros_like ones_like full_like empty_like", saves_nothing),
+    **each("zeros_like ones_like full_like empty_like", lambda node: replace(elementwise(node), special=(shape_only,))),
     **each("complex polar", saves_input),
 }  # fmt: skip

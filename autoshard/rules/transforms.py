@@ -32,9 +32,10 @@ def solve(node: fx.Node) -> OpRule:
 
 
 def solve_for_first(node: fx.Node) -> OpRule:
-    """cholesky_solve and triangular_solve take b first; the latter also returns its matrix."""
-    second = ", ... n^ n^" if len(result_shapes(node)) == 2 else ""
-    return bind_node(node, f"... n^ k, ... n^ n^ -> ... n^ k{second}", saved=(1, -1), fixed=["k"] if second else [])
+    """cholesky_solve and triangular_solve take b first, in which they are linear; the latter also returns its matrix."""
+    if len(result_shapes(node)) == 2:
+        return bind_node(node, "... n^ k, ... n^ n^ -> ... n^ k, ... n^ n^", saved=(1, -1), fixed=["k"])
+    return bind_node(node, "... n^ k, ... n^ n^ -> ... n^ k", saved=(1, -1), linear=(frozenset({0}),))
 
 
 def fourier(node: fx.Node) -> OpRule:

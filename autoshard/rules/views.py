@@ -219,6 +219,6 @@ TABLE = {
     **each("unfold", unfold),
     **each("diagonal", diagonal),
     **each("diag_embed", diag_embed),
-    **each("view_as_real", lambda node: bind_node(node, "... -> ... pair^")),
-    **each("view_as_complex", lambda node: bind_node(node, "... pair^ -> ...")),
+    **each("view_as_real", lambda node: bind_node(node, "... -> ... pair^", linear=THROUGH)),
+    **each("view_as_complex", lambda node: bind_node(node, "... pair^ -> ...", linear=THROUGH)),
 }
