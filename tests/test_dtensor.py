@@ -20,5 +20,5 @@ def test_ops_on_which_both_agree():
 
 @pytest.mark.slow  # about 25 s
 def test_all_differences_are_written_down():
-    """If not: read the difference, say in NOTES who is right, and write ``python -m tests.dtensor > tests/goldens/dtensor_differences.txt``."""
+    """If not: read the difference, say in NOTES who is right, and write what ``python -m tests.dtensor`` prints to GOLDEN."""
     assert report() == GOLDEN.read_text().splitlines()
