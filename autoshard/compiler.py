@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from autoshard.runtime.interface import Interface
 from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import StageModule
 from autoshard.runtime.world import World
+from autoshard.schedule import SCHEDULES, Schedule, schedule_of
 from autoshard.variants import as_example, in_mode, same_stages, same_weights
 
 
@@ -46,6 +47,7 @@ def plan(
     pin: Mapping[str, Mapping[str, str]] | None = None,
     zero: int | str = "auto",
     recompute: str = "auto",
+    schedule: str = "auto",
     precision: str = "fp32",
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -65,6 +67,8 @@ def plan(
         zero: ZeRO level of every weight that can be cut over data: 0 nothing is cut, 1 what the optimizer keeps of it, 2 its gradient too,
             3 the weight too. "auto" is 0 for now.
         recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto" is "off" for now.
+        schedule: of the pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", the last three with two
+            stages a rank. "auto" is "1F1B" for now.
         precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
             whose trained parameters the optimizer has an fp32 master each.
         loss_fn: ``loss_fn(output, batch)`` -> scalar, if the model does not return its loss.
@@ -74,7 +78,7 @@ def plan(
         AutoshardError: no plan; it says what is in the way.
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims, precision)
-    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute)
+    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute, schedule)
 
 
 def compile(
@@ -110,7 +114,8 @@ def compile(
 
 
 def _defaults(options: dict) -> dict:
-    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None, "zero": "auto", "recompute": "auto"}
+    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None}
+    known.update(dict.fromkeys(("zero", "recompute", "schedule"), "auto"))
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(f"compile() got unexpected arguments {', '.join(unknown)}")
@@ -121,9 +126,10 @@ def _title(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute) -> Plan:
+def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute, schedule) -> Plan:
     """Capture -> the best plan over the numbers of micro-batches."""
     saving = Saving.of(zero, recompute)
+    placed = default_schedule(mesh) if schedule == "auto" else schedule_of(schedule)
     program = passes.run("canonicalize", captured.program)
     program.mesh = mesh
     cluster = Cluster.of(cluster)
@@ -134,7 +140,7 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
         if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
             break
         try:
-            found = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), saving=saving)
+            found = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), saving=saving, schedule=placed)
         except PlanError as error:
             if microbatches is not None or mesh.pipeline == 1:
                 raise
@@ -148,14 +154,20 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
     return best
 
 
-def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING) -> Plan:
+def default_schedule(mesh: Mesh) -> Schedule:
+    return SCHEDULES["1F1B" if mesh.pipeline > 1 else "none"]
+
+
+def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None) -> Plan:
     """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank."""
     start_time = time.perf_counter()
+    schedule = schedule or default_schedule(mesh)
+    schedule.check(m, mesh.pipeline, schedule.chunks)
     cut: Microbatched = passes.run("microbatch", program, m)
-    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers, saving=saving)
+    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers, saving=saving, chunks=schedule.chunks)
     decision.solver["trace_seconds"] = captured.seconds
     strategies, stages = record(decision)
-    plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver)
+    plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver, schedule.name, schedule.chunks)
     plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
     predict(plan, convert(cut.program, decision), cluster)
     logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
@@ -236,13 +248,13 @@ class Prepared:
         """A plan that leaves parameters, and what the optimizer keeps of them, where they are."""
         first, mesh, cluster = self.plan, program.mesh, Cluster.of(self.cluster)
         pins = same_weights(self.captured, self.program, first, program)
-        saving = Saving(0, bool(first.regions))
+        saving, placed = Saving(0, bool(first.regions)), schedule_of(first.schedule)
         read = {name for param in self.program.params.values() for name in param.names}
         unread = tuple(param for param in self.captured.params if param.name not in read)
         refused: PlanError | None = None
         for m in dict.fromkeys([first.microbatches, *microbatch_candidates(program, mesh, None)]):
             try:
-                plan = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving)
+                plan = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving, schedule=placed)
                 if mesh.pipeline > 1:
                     plan.stages = same_stages(first, self.rewritten.stages, unread, passes.run("microbatch", program, m).program)
             except PlanError as error:
@@ -269,7 +281,8 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)
     decision.zero, decision.regions, decision.kept = plan.zero, plan.regions, plan.kept
     converted = convert(cut.program, decision)
-    return Rewritten(mesh, cut, passes.run("cut_stages", converted), id_checks(program) if mesh.size > 1 else IdChecks())
+    stages = passes.run("cut_stages", converted, plan.depth)
+    return Rewritten(mesh, cut, stages, id_checks(program) if mesh.size > 1 else IdChecks())
 
 
 def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with_unused: bool = True) -> str:
@@ -278,12 +291,13 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
     if not 0 <= rank < mesh.size:
         raise MeshError(f"mesh {mesh} has no rank {rank}", hint=f"its ranks are 0 to {mesh.size - 1}")
     data, tensor, index = mesh.coords(rank)
-    stage = rewritten.stages[index]
-    local = rewritten.local(index, (data, tensor))
+    placed = schedule_of(plan.schedule)
+    stages = [rewritten.stages[s] for s in placed.stages_of(index, mesh.pipeline, plan.chunks)]
+    local = [rewritten.local(stage.index, (data, tensor)) for stage in stages]
     holders: dict[str, tuple[int, ...]] = {}
     for other in rewritten.stages:
         for name in other.program.params:
-            holders[name] = (*holders.get(name, ()), other.index)
+            holders[name] = tuple(sorted({*holders.get(name, ()), placed.rank_of(other.index, mesh.pipeline)}))
     used = {n for p in rewritten.stages for q in p.program.params.values() for n in q.names}
     unused = {p.name: p for p in captured.params if not set(p.names) & used} if with_unused else {}
     everywhere = {name: tuple(range(mesh.pipeline)) for name, p in unused.items() if p.kind == "buffer"}
@@ -291,9 +305,10 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
         RankProgram(
             title=plan.model,
             mesh=mesh,
+            schedule=plan.schedule,
             rank=rank,
-            stage=Stage(index, local, stage.receives, stage.sends),
-            whole=stage.program,
+            stages=tuple(replace(stage, program=program) for stage, program in zip(stages, local)),
+            wholes=tuple(stage.program for stage in stages),
             last=rewritten.stages[-1].program,
             prologue=rewritten.cut.prologue,
             extras=rewritten.cut.extras,

@@ -30,23 +30,24 @@ HEAVY = {
 }
 """Ops whose sharded factor is worth a word in the comment."""
 
-OWN_NAMES = ("alike", "data", "device", "shards", "streams", "tensor", "world")
+OWN_NAMES = ("alike", "data", "device", "recomputes", "shards", "streams", "tensor", "world")
 """What a StageModule calls its own attributes, beside those of its class."""
 
 
 @dataclass
 class RankProgram:
-    """What one rank runs: its stage with local shapes, the prologue (or None), and facts about the whole.
+    """What one rank runs: its stages with local shapes, the prologue (or None), and facts about the whole.
 
-    whole: the stage's program with global (micro-batch) shapes. last: the last stage's, likewise.
-    holders: parameter placeholder -> the stages that hold it. unused: parameters that no stage reads, kept on stage 0.
+    wholes: the stages' programs with global (micro-batch) shapes. last: the last stage's, likewise.
+    holders: parameter placeholder -> the places along the pipeline that hold it. unused: parameters that no stage reads, kept on the first.
     """
 
     title: str
     mesh: Mesh
+    schedule: str
     rank: int
-    stage: Stage
-    whole: Program
+    stages: tuple[Stage, ...]
+    wholes: tuple[Program, ...]
     last: Program
     prologue: Program | None
     extras: tuple[Extra, ...]
@@ -54,13 +55,29 @@ class RankProgram:
     holders: dict[str, tuple[int, ...]]
     unused: dict[str, Param]
 
+    @property
+    def params(self) -> dict[str, Param]:
+        """All that the rank holds, by placeholder."""
+        found = {}
+        for program in self.wholes:
+            found.update({name: param for name, param in program.params.items() if name not in found})
+        return {**found, **self.unused}
+
+    @property
+    def placeholders(self) -> dict[str, fx.Node]:
+        """Of all its stages, with global shapes, by name."""
+        return {n.name: n for program in reversed(self.wholes) for n in program.graph.nodes if n.op == "placeholder"}
+
 
 def emit(rank: RankProgram) -> str:
     """The source of the rank's module."""
-    mesh, program = rank.mesh, rank.stage.program
+    mesh, several, m = rank.mesh, len(rank.stages) > 1, rank.last.microbatches
     data, tensor, pipeline = mesh.coords(rank.rank)
-    batches = f"; {program.microbatches} micro-batches" if program.microbatches > 1 else ""
+    batches = f"; {m} micro-batches" if m > 1 else ""
     place = f"rank {rank.rank} = data {data}, tensor {tensor}, pipeline stage {pipeline} of {mesh.pipeline}"
+    if several:
+        held = " and ".join(str(stage.index) for stage in rank.stages)
+        place = f"rank {rank.rank} = data {data}, tensor {tensor}, pipeline stages {held} of {mesh.pipeline * len(rank.stages)}"
     lines = [
         f'"""{rank.title} on mesh {mesh}: {place}{batches}."""',
         "",
@@ -71,13 +88,17 @@ def emit(rank: RankProgram) -> str:
         "",
         "",
         "class Stage(rt.StageModule):",
-        f"    mesh, rank, stage, microbatches = {mesh.shape}, {rank.rank}, {pipeline}, {program.microbatches}",
+        f"    mesh, rank, stage, microbatches = {mesh.shape}, {rank.rank}, {pipeline}, {m}",
     ]
-    names = _attribute_names(program, rank.unused)
+    if mesh.pipeline > 1 and rank.schedule != StageModule.schedule:
+        lines.append(f'    schedule = "{rank.schedule}"')
+    names = _attribute_names(rank.params)
     lines += _declare(rank, names)
     if rank.prologue is not None:
         lines += ["", *_prologue(rank, names)]
-    lines += ["", *_forward(rank, names)]
+    regions: list[str] = []
+    for stage in rank.stages:
+        lines += ["", *_forward(rank, stage, f"forward_{stage.index}" if several else "forward", names, regions)]
     if rank.checks.checks:
         lines += ["", *_checks(rank.checks)]
     text = "\n".join(lines) + "\n"
@@ -86,23 +107,22 @@ def emit(rank: RankProgram) -> str:
     return text
 
 
-def _attribute_names(program: Program, unused: dict[str, Param]) -> dict[str, str]:
+def _attribute_names(params: dict[str, Param]) -> dict[str, str]:
     """Placeholder -> attribute: the parameter's original name with underscores."""
     names: dict[str, str] = {}
-    for placeholder, param in {**program.params, **unused}.items():
+    for placeholder, param in params.items():
         name = param.name.replace(".", "_")
         name = name if name.isidentifier() and not iskeyword(name) else f"p_{name}"
-        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name) or re.fullmatch(r"layer_\d+", name):
+        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name) or re.fullmatch(r"(layer|forward)_[\d_]+", name):
             name += "_"
         names[placeholder] = name
     return names
 
 
 def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
-    program = rank.whole
-    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    nodes = rank.placeholders
     lines = ["    params = {"]
-    for placeholder, param in {**program.params, **rank.unused}.items():
+    for placeholder, param in rank.params.items():
         node = nodes.get(placeholder)
         layout = stored_layout(node) if node is not None else (R, R)
         sync = node.meta.get("sync", ()) if node is not None else ()
@@ -126,8 +146,10 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
 
 
 def _declare_inputs(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
-    program, lines = rank.whole, ["    inputs = {"]
-    for placeholder, spec in program.inputs.items():
+    lines, inputs = ["    inputs = {"], {}
+    for program in reversed(rank.wholes):
+        inputs.update(program.inputs)
+    for placeholder, spec in inputs.items():
         lines.append(f'        "{placeholder}": {_input(placeholder, spec, format_layout(nodes[placeholder].meta["layouts"][0]))},')
     if rank.prologue is not None:
         for placeholder, spec in rank.prologue.inputs.items():
@@ -147,12 +169,14 @@ def _input(placeholder: str, spec, layout: str) -> str:
 def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
     """Values that cross the cuts, extras of the prologue, and the model's outputs."""
     lines = []
-    where = {n.name: n for n in rank.stage.program.graph.nodes}
-    for label, values in (("receives", rank.stage.receives), ("sends", rank.stage.sends)):
-        if values:
-            items = (where[v].meta for v in values)
-            texts = [f"rt.Value({literal(tuple(m['val'].shape))}, {literal(m['val'].dtype)}, {m['trained']})" for m in items]
-            lines.append(f"    {label} = ({', '.join(texts)},)")
+    if len(rank.stages) > 1:
+        lines.append("    parts = (")
+        for stage in rank.stages:
+            given = "".join(f", {label}={values}" for label, values in _crossing(stage))
+            lines.append(f'        rt.Part({stage.index}, "forward_{stage.index}"{given}),')
+        lines.append("    )")
+    else:
+        lines += [f"    {label} = {values}" for label, values in _crossing(rank.stages[0])]
     used = [e for e in rank.extras if e.name in nodes]
     if used:
         lines.append("    extras = {")
@@ -176,9 +200,20 @@ def _declare_values(rank: RankProgram, nodes: dict[str, fx.Node]) -> list[str]:
     return lines
 
 
+def _crossing(stage: Stage) -> list[tuple[str, str]]:
+    """What a stage receives and sends, if anything."""
+    where, found = {n.name: n for n in stage.program.graph.nodes}, []
+    for label, values in (("receives", stage.receives), ("sends", stage.sends)):
+        if values:
+            items = (where[v].meta for v in values)
+            texts = [f"rt.Value({literal(tuple(m['val'].shape))}, {literal(m['val'].dtype)}, {m['trained']})" for m in items]
+            found.append((label, f"({', '.join(texts)},)"))
+    return found
+
+
 def _prologue(rank: RankProgram, names: dict[str, str]) -> list[str]:
     program = rank.prologue
-    nodes = {n.name: n for n in rank.whole.graph.nodes if n.op == "placeholder"}
+    nodes = rank.placeholders
     wanted = [(i, e) for i, e in enumerate(rank.extras) if e.name in nodes]
     if not wanted:
         return []
@@ -221,11 +256,12 @@ def _needed(leaves: list[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _forward(rank: RankProgram, names: dict[str, str]) -> list[str]:
-    program, stage = rank.stage.program, rank.stage
+def _forward(rank: RankProgram, stage: Stage, name: str, names: dict[str, str], taken: list[str]) -> list[str]:
+    """The method of one stage, and those of its regions. ``taken``: names of methods of regions so far."""
+    program = stage.program
     inputs = [n for n in program.inputs]
     extras = [e.name for e in rank.extras if any(n.op == "placeholder" and n.name == e.name for n in program.graph.nodes)]
-    lines = [f"    def forward({', '.join(['self', *stage.receives, *inputs, *extras])}):"]
+    lines = [f"    def {name}({', '.join(['self', *stage.receives, *inputs, *extras])}):"]
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in program.params:
             node.meta["expr"] = f"self.{names[node.name]}"
@@ -236,7 +272,7 @@ def _forward(rank: RankProgram, names: dict[str, str]) -> list[str]:
         if number is None or not any(node.meta.get("grad") for node in run):
             items += [_item(node, comments=True) for node in run]
         else:
-            method, call = _region(program, run)
+            method, call = _region(program, run, taken)
             regions += ["", *method]
             items.append(call)
     lines += _body(items, set(program.output.all_input_nodes), comments=True)
@@ -259,7 +295,7 @@ def _item(node: fx.Node, comments: bool) -> _Item:
     return _Item(_line(node, comments), node.meta.get("module", ""), [node], set(node.all_input_nodes))
 
 
-def _region(program: Program, run: list[fx.Node]) -> tuple[list[str], _Item]:
+def _region(program: Program, run: list[fx.Node], taken: list[str]) -> tuple[list[str], _Item]:
     """A method of its own for some ops that follow each other, and the call that computes it again in backward."""
     inside = set(run)
     reads = dict.fromkeys(x for node in run for x in node.all_input_nodes if x not in inside and x.name not in program.params)
@@ -267,6 +303,9 @@ def _region(program: Program, run: list[fx.Node]) -> tuple[list[str], _Item]:
     paths = [node.meta["module"].split(".") for node in run if node.meta.get("module")]
     module = ".".join(os.path.commonprefix(paths))
     name = f"layer_{run[0].meta['region']}"
+    while name in taken:  # a stage holds the beginning of a region, another one of the rank its end
+        name += "_"
+    taken.append(name)
     results = ", ".join(node.name for node in makes)
     arguments = [x.name for x in reads]
     items = [_item(node, comments=True) for node in run]

@@ -16,8 +16,8 @@ from autoshard import ops
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, weight_sync
 from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs, results
-from autoshard.cost.memory import in_flight, rank_memory, saved_bytes, state_bytes, transient_bytes
-from autoshard.cost.pipeline import bubble_share, step_seconds
+from autoshard.cost.memory import rank_memory, saved_bytes, state_bytes, transient_bytes
+from autoshard.cost.pipeline import StageTime, bubble_share, in_flight, schedule_seconds
 from autoshard.errors import InfeasibleError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import crossing
@@ -26,6 +26,7 @@ from autoshard.planning.plan import CollectiveRow, OpRow, Plan, StageRow
 from autoshard.program import Program, is_getitem, operands, stored_layout, tensors
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, Strategy
+from autoshard.schedule import schedule_of
 
 
 def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
@@ -33,7 +34,8 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     mesh = plan.mesh
     costs: dict[tuple[int, int | None], list] = defaultdict(list)  # by stage and region
     plan.ops, plan.collectives = [], []
-    per_stage = {s: {"compute": 0.0, "data": 0.0, "tensor": 0.0} for s in range(mesh.pipeline)}
+    per_stage = {s: {"compute": 0.0, "data": 0.0, "tensor": 0.0} for s in range(plan.depth)}
+    part = {s: {"forward": 0.0, "weights": 0.0} for s in range(plan.depth)}  # seconds of these, of all that
     whole_seconds = 0.0
     for node in program.ops:
         if is_getitem(node):
@@ -42,6 +44,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
         if node.target is ops.convert:
             for step in _steps(node, mesh, cluster) + _again(node, program, mesh, cluster):
                 per_stage[stage][step.axis] += step.seconds
+                part[stage]["forward"] += step.seconds if step.direction == "forward" else 0.0
                 if not step.local:
                     taken = node.meta["step"]
                     path = f"{format_layout(taken.before)} -> {format_layout(taken.after)}"
@@ -52,17 +55,37 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
         cost = op_costs(node, rule, (strategy,), mesh.sizes, cluster)[0]
         costs[stage, node.meta.get("region")].append(cost)
         per_stage[stage]["compute"] += cost.forward * (2 if node.meta.get("again") == "again" else 1) + cost.backward
+        part[stage]["forward"] += cost.forward
+        part[stage]["weights"] += _for_weights(node, program) * cost.backward
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
         for step in kernel_steps(strategy, itemsize, mesh, cluster):
             per_stage[stage][step.axis] += step.seconds
+            part[stage]["forward"] += step.seconds
             plan.collectives.append(_row(step, node, plan, stage, f"inside {node.target}", plan.microbatches))
         one = op_costs(node, rule, (_whole(strategy),), (1, 1), cluster)[0]
         whole_seconds += (one.forward + one.backward) * plan.microbatches
         plan.ops.append(_op_row(node, program, cost))
     _sends(plan, program, mesh, cluster)
     once = _weights(plan, program, mesh, cluster, costs)
-    _totals(plan, mesh, cluster, per_stage, once, whole_seconds, program)
+    _totals(plan, mesh, cluster, per_stage, part, once, whole_seconds, program)
     return plan
+
+
+def _for_weights(node: fx.Node, program: Program) -> float:
+    """The share of an op's backward that gives gradients of weights and may wait: of matmuls one of two matrices."""
+    rule = rule_for(node)
+    if not rule.flops or "region" in node.meta:
+        return 0.0
+    trained = [x for i, x in enumerate(operands(node)) if x.meta.get("grad") and i not in rule.additive]
+    weights = sum(_source(x).name in program.params for x in trained)
+    return weights / len(trained) if trained else 0.0
+
+
+def _source(x: fx.Node) -> fx.Node:
+    """What was converted."""
+    while x.target is ops.convert:
+        x = x.args[0]
+    return x
 
 
 def _whole(strategy: Strategy) -> Strategy:
@@ -75,9 +98,7 @@ def _op_row(node: fx.Node, program: Program, cost) -> OpRow:
     strategy = node.meta["strategy"]
     weights = {}
     for x in operands(node):
-        source = x
-        while source.target is ops.convert:
-            source = source.args[0]
+        source = _source(x)
         if source.name in program.params:
             weights[program.params[source.name].name] = format_layout(stored_layout(source))
     return OpRow(
@@ -123,10 +144,11 @@ def _again(node: fx.Node, program: Program, mesh: Mesh, cluster: Cluster):
 
 def _sends(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster) -> None:
     """Rows of what crosses the cuts; the sender is charged forward, the receiver backward."""
-    if mesh.pipeline == 1:
-        return
+    placed = schedule_of(plan.schedule)
     stage_of = {n: n.meta["stage"] for n in program.ops}
-    for s, values in enumerate(crossing(program, stage_of, mesh.pipeline)):
+    for s, values in enumerate(crossing(program, stage_of, plan.depth)):
+        if placed.rank_of(s, mesh.pipeline) == placed.rank_of(s + 1, mesh.pipeline):
+            continue  # the two are on one rank
         for node in values:
             val = tensors(node.meta["val"])[0]
             nbytes = prod(local_shape(tuple(val.shape), node.meta["layouts"][0], mesh.sizes, (0, 0))) * val.element_size()
@@ -136,15 +158,24 @@ def _sends(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster) -> None:
 
 
 def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) -> list[float]:
-    """Stage rows: memory, gradient sums and optimizer; returns seconds once a step by stage."""
+    """Stage rows: memory, gradient sums and optimizer; returns seconds once a step by place along the pipeline.
+
+    A weight that several stages of one rank read is that of the first.
+    """
     users: dict[fx.Node, set[int]] = defaultdict(set)
     for node in program.ops:
         for x in node.all_input_nodes:
             if x.name in program.params:
                 users[x].add(node.meta["stage"])
-    plan.stage_rows, once = [], []
-    for s in range(mesh.pipeline):
-        here = [n for n, stages in users.items() if s in stages]
+    placed, p = schedule_of(plan.schedule), mesh.pipeline
+    rank_of = {s: placed.rank_of(s, p) for s in range(plan.depth)}
+
+    def several(stages: set[int]) -> bool:
+        return len({rank_of[s] for s in stages}) > 1
+
+    plan.stage_rows, once = [], [0.0] * p
+    for s in range(plan.depth):
+        here = [n for n, stages in users.items() if s in stages and not any(rank_of[other] == rank_of[s] for other in stages if other < s)]
         states, elements = [], 0
         buckets: dict[tuple[int, tuple[str, ...], bool], float] = defaultdict(float)
         names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
@@ -163,7 +194,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
             if param.requires_grad:
                 trained += piece
                 wide += mixed * piece
-                key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), len(users[node]) > 1
+                key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), several(users[node])
                 buckets[key] += held * size
                 names[key].append(param.name)
         seconds = optimizer_seconds(trained, cluster.device)
@@ -177,7 +208,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
                 what = "gradients" if sync.direction == "backward" else "weights"
                 why = f"{what} of {first}" + (f" and {len(more)} more" if more else "")
                 plan.collectives.append(CollectiveRow(sync.kind, sync.axis, what, "", "", why, "step", s, sync.nbytes, sync.seconds, 1))
-        flight = in_flight(plan.microbatches, mesh.pipeline, s)
+        flight = in_flight(plan.schedule, p, plan.chunks, plan.microbatches, s)
         activations, transient = _activations(program, costs, s, mesh)
         transient = max(transient, 4 * wide - activations * flight)  # fp32 gradients of masters, for the optimizer's step alone
         ops_here = [op for op in plan.ops if op.stage == s]
@@ -193,9 +224,10 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
                 once=seconds,
                 in_flight=flight,
                 memory=rank_memory(states, activations, flight, transient),
+                rank=rank_of[s],
             )
         )
-        once.append(seconds)
+        once[rank_of[s]] += seconds
     return once
 
 
@@ -222,18 +254,21 @@ def _activations(program: Program, costs, stage: int, mesh: Mesh) -> tuple[float
     return sum(kept.values()), max(transient_bytes(everything), busiest) + max(gathered.values(), default=0.0)
 
 
-def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, once, whole_seconds: float, program: Program) -> None:
+def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, whole_seconds: float, program: Program) -> None:
     m = plan.microbatches
     sends = defaultdict(float)
     for row in plan.collectives:
         if row.kind == "send":
             sends[row.stage] += row.seconds
+            part[row.stage]["forward"] += row.seconds if row.direction == "forward" else 0.0
+    p, times, work = mesh.pipeline, [], [0.0] * mesh.pipeline
     for row in plan.stage_rows:
         row.seconds = sum(per_stage[row.index].values()) + sends[row.index]
-    stage_seconds = [row.seconds for row in plan.stage_rows]
-    plan.step_seconds = step_seconds(stage_seconds, m, once)
-    plan.bubble = bubble_share(stage_seconds, m) if mesh.pipeline > 1 else 0.0
-    p = mesh.pipeline
+        forward, weights = part[row.index]["forward"], part[row.index]["weights"]
+        times.append(StageTime(forward, row.seconds - forward - weights, weights))
+        work[row.rank] += row.seconds
+    plan.step_seconds = schedule_seconds(plan.schedule, p, times, m, once)
+    plan.bubble = bubble_share(work, m, plan.step_seconds - max(once)) if p > 1 else 0.0
     mean = {k: sum(per_stage[s][k] for s in per_stage) / p * m for k in ("compute", "data", "tensor")}
     syncs = defaultdict(float)
     for row in plan.collectives:
@@ -254,7 +289,7 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, once, whole_sec
 
 
 def describe(
-    captured, program: Program, title: str, mesh: Mesh, cluster: Cluster, limit: float, m: int, strategies, stages, solver
+    captured, program: Program, title: str, mesh: Mesh, cluster: Cluster, limit: float, m: int, strategies, stages, solver, schedule, chunks
 ) -> Plan:
     """A plan with its decisions and what is known of the model; ``program`` is the canonical one of the whole batch."""
     shapes = [(i.shape, i.batch_dim) for i in program.inputs.values() if i.batch_dim is not None]
@@ -264,7 +299,8 @@ def describe(
         mesh=mesh,
         cluster=cluster.name,
         microbatches=m,
-        schedule="1F1B" if mesh.pipeline > 1 else "none",
+        schedule=schedule,
+        chunks=chunks,
         strategies=strategies,
         stages=stages,
         params={},
@@ -290,13 +326,13 @@ def fingerprint(program: Program) -> str:
 
 def check_memory(plan: Plan) -> None:
     """Raise PlanError, with the stage, the category and the amount, if the fullest rank needs more than the limit."""
-    worst = max(plan.stage_rows, key=lambda s: sum(s.memory.values()))
-    need = sum(worst.memory.values())
+    place, worst = max(plan.rank_memory.items(), key=lambda item: sum(item[1].values()))
+    need = sum(worst.values())
     if need > plan.memory_limit:
-        category, most = max(worst.memory.items(), key=lambda kv: kv[1])
+        category, most = max(worst.items(), key=lambda kv: kv[1])
         gib = 2.0**30
         raise InfeasibleError(
-            f"the plan does not fit: a rank of stage {worst.index} needs {need / gib:.3g} GiB, "
+            f"the plan does not fit: a rank of stage {place} needs {need / gib:.3g} GiB, "
             f"the limit is {plan.memory_limit / gib:.3g} GiB, {(need - plan.memory_limit) / gib:.3g} GiB too much; "
             f"{category} are the largest part, {most / gib:.3g} GiB",
             hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",

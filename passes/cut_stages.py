@@ -72,9 +72,8 @@ def crossing(program: Program, stage_of: dict[fx.Node, int], stages: int) -> lis
     return cuts
 
 
-def cut_stages(program: Program) -> list[Stage]:
-    """One program per stage, by ``meta["stage"]``."""
-    stages = program.mesh.pipeline
+def cut_stages(program: Program, stages: int) -> list[Stage]:
+    """One program per stage, of so many, by ``meta["stage"]``."""
     if stages == 1:
         return [Stage(0, program, (), ())]
     stage_of = {n: n.meta["stage"] for n in program.ops}

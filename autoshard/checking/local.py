@@ -20,6 +20,7 @@ from autoshard.runtime.feed import Feed
 from autoshard.runtime.pipeline import Body, Leaves
 from autoshard.runtime.stage import StageModule, Value
 from autoshard.runtime.world import World, current_world
+from autoshard.schedule import schedule_of
 
 
 class Local:
@@ -149,42 +150,49 @@ class LocalPipeline:
 
     def __init__(self, stage: StageModule, before_last: Callable[[], None]):
         self.stage, self.before_last = stage, before_last
-        self.body = Body(stage)
+        self.bodies = [Body(stage, part) for part in stage.chunks]
         self.group: LocalGroup = stage.world.pipeline
+        self.schedule = schedule_of(stage.schedule)
 
     def run(self, feeds: Sequence[Feed], training: bool) -> list[Leaves] | None:
-        self.body.start(feeds)
+        for body in self.bodies:
+            body.start(feeds)
         with torch.set_grad_enabled(training):
-            ran = [self._forward(i) for i in range(len(feeds))]
-            if training:
-                for i, (received, sent) in enumerate(ran):
-                    if i == len(ran) - 1:
+            ran = {body: [self._forward(body, i) for i in range(len(feeds))] for body in self.bodies}
+            for body in reversed(self.bodies) if training else ():
+                for i, (received, sent) in enumerate(ran.pop(body)):
+                    if i == len(feeds) - 1 and len(self.bodies) == 1:
                         self.before_last()
-                    self._backward(received, sent)
-        return self.body.finish()
+                    self._backward(body, received, sent)
+        results = [body.finish() for body in self.bodies]
+        return next((leaves for leaves in results if leaves is not None), None)
 
-    def _forward(self, microbatch: int):
-        received = [self._receive(value, self.stage.stage - 1).requires_grad_(value.requires_grad) for value in self.stage.receives]
-        out = self.body(*received, microbatch=torch.tensor(microbatch))
-        if not self.body.last:
+    def _forward(self, body: Body, microbatch: int):
+        stage, receives = body.part.stage, body.part.receives
+        received = [self._receive(value, stage - 1).requires_grad_(value.requires_grad) for value in receives]
+        out = body(*received, microbatch=torch.tensor(microbatch))
+        if not body.last:
             for x in out:
-                self.group.send([x], self.stage.stage + 1)
+                self._send(x, stage + 1)
         return received, out if isinstance(out, tuple) else (out,)
 
-    def _backward(self, received: list[torch.Tensor], sent: tuple[torch.Tensor, ...]) -> None:
-        if self.body.last:
+    def _backward(self, body: Body, received: list[torch.Tensor], sent: tuple[torch.Tensor, ...]) -> None:
+        stage = body.part.stage
+        if body.last:
             gradients = [None]
         else:
-            wanted = self.stage.sends
-            gradients = [self._receive(value, self.stage.stage + 1) if value.requires_grad else None for value in wanted]
+            gradients = [self._receive(value, stage + 1) if value.requires_grad else None for value in body.part.sends]
         pairs = [(x, gradient) for x, gradient in zip(sent, gradients) if x.requires_grad]
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
         for x in received:
             if x.requires_grad:
-                self.group.send([torch.zeros_like(x) if x.grad is None else x.grad], self.stage.stage - 1)
+                self._send(torch.zeros_like(x) if x.grad is None else x.grad, stage - 1)
 
-    def _receive(self, value: Value, source: int) -> torch.Tensor:
+    def _send(self, x: torch.Tensor, stage: int) -> None:
+        self.group.send([x], self.schedule.rank_of(stage, self.group.size()))
+
+    def _receive(self, value: Value, stage: int) -> torch.Tensor:
         x = torch.empty(value.shape, dtype=value.dtype)
-        self.group.recv([x], source)
+        self.group.recv([x], self.schedule.rank_of(stage, self.group.size()))
         return x

@@ -35,11 +35,6 @@ def state_bytes(
     }
 
 
-def in_flight(microbatches: int, stages: int, stage: int) -> int:
-    """Micro-batches whose activations stage ``stage`` of ``stages`` holds at once under 1F1B: min(m, p - s)."""
-    return min(microbatches, stages - stage)
-
-
 def saved_bytes(costs: Iterable, but: Container = ()) -> float:
     """Bytes of the activations that some ops (``OpCost``) save for backward, one micro-batch; what several ops save is held once.
 

@@ -61,6 +61,7 @@ class StageRow:
     once: float  # seconds once a step, not overlapped
     in_flight: int
     memory: dict[str, float]  # parameters, gradients, optimizer, activations, transient
+    rank: int = 0  # its place along the pipeline axis
 
 
 @dataclass
@@ -69,13 +70,14 @@ class Plan:
 
     strategies: node -> choice names on (data, tensor). stages: node -> stage. params: original name -> layout text.
     zero: original name of a parameter -> its ZeRO level. regions: node -> number of the region, computed again in backward, that it is in.
+    chunks: stages that a rank holds; ``stages`` counts to pipeline times chunks, and ``schedule`` says who holds which.
     kept: what is not computed again in regions: nodes, and conversions as "node->[R, S(1)]", the value and how it lies then.
     """
 
     mesh: Mesh
     cluster: str
     microbatches: int
-    schedule: str  # "none" | "1F1B"
+    schedule: str  # a name of autoshard.schedule.SCHEDULES
     strategies: dict[str, list[str]]
     stages: dict[str, int]
     params: dict[str, str]
@@ -84,6 +86,7 @@ class Plan:
     zero: dict[str, int] = field(default_factory=dict)
     regions: dict[str, int] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    chunks: int = 1
     model: str = ""
     parameter_count: int = 0
     samples: int = 0  # global batch
@@ -102,7 +105,22 @@ class Plan:
     @property
     def peak_bytes(self) -> float:
         """Predicted peak memory of the fullest rank."""
-        return max(sum(s.memory.values()) for s in self.stage_rows)
+        return max(sum(memory.values()) for memory in self.rank_memory.values())
+
+    @property
+    def rank_memory(self) -> dict[int, dict[str, float]]:
+        """Bytes by category on each place along the pipeline axis: of all its stages, of which one at a time needs what comes and goes."""
+        found: dict[int, dict[str, float]] = {}
+        for row in self.stage_rows:
+            table = found.setdefault(row.rank, dict.fromkeys(row.memory, 0.0))
+            for key, nbytes in row.memory.items():
+                table[key] = max(table[key], nbytes) if key == "transient" else table[key] + nbytes
+        return dict(sorted(found.items()))
+
+    @property
+    def depth(self) -> int:
+        """Stages in all."""
+        return self.mesh.pipeline * self.chunks
 
     @property
     def split_flops(self) -> dict[str, float]:

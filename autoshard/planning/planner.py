@@ -61,8 +61,9 @@ def decide(
     time_limit: float = 60.0,
     solvers: Solvers = CHEAPEST,
     saving: Saving = NOTHING,
+    chunks: int = 1,
 ) -> Decision:
-    """The cheapest strategies for every node, then the cheapest cut into stages.
+    """The cheapest strategies for every node, then the cheapest cut into stages, ``chunks`` of them a rank.
 
     ``pure(program)`` gives the values that any stage can compute for itself. ``limit``: bytes a rank, for the cut. Raises PlanError.
     """
@@ -79,7 +80,7 @@ def decide(
     if saving.recompute:
         decision.regions = layer_regions(program, pure(program))
     if mesh.pipeline > 1:
-        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts)
+        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts, chunks)
     notes["seconds"] = time.perf_counter() - start
     return decision
 
@@ -109,7 +110,7 @@ def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mes
     return chosen, notes
 
 
-def _cut(program: Program, annotated, decision: Decision, mesh: Mesh, cluster: Cluster, pure, limit, solve) -> dict[fx.Node, int]:
+def _cut(program: Program, annotated, decision: Decision, mesh: Mesh, cluster: Cluster, pure, limit, solve, chunks) -> dict[fx.Node, int]:
     chosen, regions, priced = decision.chosen, decision.regions, {}
     kept = set()
     for node in program.ops:
@@ -123,7 +124,9 @@ def _cut(program: Program, annotated, decision: Decision, mesh: Mesh, cluster: C
                 kept.update(saved)
                 seconds, saved = seconds + cost.forward, sum(saved.values())
             priced[node] = (seconds, saved)
-    found = blocks(program, pure, chosen, priced, mesh, cluster, limit, decision.zero)
+    stages = mesh.pipeline * chunks
+    # of several stages a rank, each alone says little about its memory: the plan is checked as a whole
+    found = blocks(program, pure, chosen, priced, mesh, cluster, limit if chunks == 1 else None, decision.zero, stages)
     try:
         solution = solve(found.problem)
     except cuts.OutOfMemory as error:
@@ -178,5 +181,5 @@ def apply(program: Program, decision: Decision) -> Program:
         if node.op == "call_function":
             node.meta["stage"] = stages[node.name]
         elif node.op == "output":
-            node.meta["stage"] = program.mesh.pipeline - 1
+            node.meta["stage"] = max(stages.values(), default=0)
     return out

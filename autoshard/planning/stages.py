@@ -65,30 +65,32 @@ def blocks(
     cluster: Cluster,
     limit: float | None,
     zero: dict[str, int],
+    stages: int,
 ) -> Blocks:
-    """The cut problem. ``zero``: ZeRO level by parameter name.
+    """The cut problem, into so many stages. ``zero``: ZeRO level by parameter name.
 
     Raises PlanError if the graph has fewer legal cut points than the mesh has cuts.
     """
     ops = program.ops
     alive = alive_across(program, pure)
     sizes = [sum(_bytes(n, chosen, mesh) for n in values) for _, values in alive]
-    window = max(1, len(ops) // (4 * mesh.pipeline))
+    window = max(1, len(ops) // (4 * stages))
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     # a stage needs work of its own: cuts are behind ops that are not computed in every stage anyway
     possible = [bool(values) and node not in pure and not any(v in tuples for v in values) for node, values in alive[:-1]]
     widths = [size if ok else 0.0 for ok, size in zip(possible, sizes)]
     narrow = [min((w for w in widths[max(0, i - window) : i + window + 1] if w), default=0.0) for i in range(len(possible))]
     legal = [ok and size <= least for ok, size, least in zip(possible, sizes, narrow)]
-    if sum(legal) < mesh.pipeline - 1:
+    if sum(legal) < stages - 1:
         legal = possible
     cuts = sum(legal)
-    if cuts < mesh.pipeline - 1:
+    if cuts < stages - 1:
+        each = f" with {stages // mesh.pipeline} stages a rank" if stages > mesh.pipeline else ""
         at = next((n for n in ops if n not in pure), None)
         raise PlanError(
-            f"the mesh has pipeline={mesh.pipeline}, which needs {mesh.pipeline - 1} cuts; the model has only {cuts} legal cut points",
+            f"the mesh has pipeline={mesh.pipeline}{each}, which needs {stages - 1} cuts; the model has only {cuts} legal cut points",
             where=where(at) if at else None,
-            hint=f"use a pipeline axis of at most {cuts + 1}",
+            hint=f"use a pipeline axis of at most {(cuts + 1) * mesh.pipeline // stages}",
         )
     groups: list[list[fx.Node]] = [[]]
     bounds: list[Boundary] = []
@@ -101,7 +103,7 @@ def blocks(
             groups.append([])
     seen: set[fx.Node] = set()
     items = [_item(program, group, chosen, priced, mesh, cluster, zero, seen) for group in groups]
-    return Blocks(groups, CutProblem(tuple(items), tuple(bounds), mesh.pipeline, program.microbatches, limit))
+    return Blocks(groups, CutProblem(tuple(items), tuple(bounds), stages, program.microbatches, limit))
 
 
 def _bytes(node: fx.Node, chosen, mesh: Mesh) -> float:

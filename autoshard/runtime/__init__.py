@@ -10,7 +10,7 @@ from autoshard.runtime.outputs import Lazy
 from autoshard.runtime.random import Streams, dropout
 from autoshard.runtime.recompute import kept, once, recompute
 from autoshard.runtime.sharded import Sharded
-from autoshard.runtime.stage import Extra, Input, Output, Param, StageModule, Value
+from autoshard.runtime.stage import Extra, Input, Output, Param, Part, StageModule, Value
 from autoshard.runtime.world import World, open_world
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Lazy",
     "Output",
     "Param",
+    "Part",
     "Sharded",
     "StageModule",
     "Streams",

@@ -21,7 +21,7 @@ def feeds(stage: StageModule, batch: Mapping[str, torch.Tensor]) -> list[Feed]:
         batch: whole tensors of the global batch by the user's names.
     """
     inputs = [{name: _piece(stage, name, batch, i) for name in stage.inputs} for i in range(stage.microbatches)]
-    wanted = stage.reads("forward")
+    wanted = {name for part in stage.chunks for name in stage.reads(part.method)}
     fed = [{name: x for name, x in one.items() if name in wanted} for one in inputs]
     for name, values in _extras(stage, inputs).items():
         for one, value in zip(fed, values):

@@ -119,7 +119,7 @@ class GradientSync:
     Args:
         entries: in the order of their first use in forward; backward makes the gradients ready in about the reverse order.
         every_backward: reduce at the end of each backward that reaches the parameters. Else the owner says which one is the last
-            (``arm``), calls ``finish`` itself, and sees to it that ``.grad`` held nothing before.
+            (``arm``, if there is one for all of them), calls ``finish`` itself, and sees to it that ``.grad`` held nothing before.
 
     A backward adds to ``.grad`` the sum over ranks, whatever was there: only the new part is reduced. Parameters that got no gradient keep
     None; which those are is the same on all ranks, as they run one program. ``torch.autograd.grad`` returns summands, not sums, and knows
@@ -212,6 +212,8 @@ class GradientSync:
 
     def finish(self) -> None:
         """Reduce what is left, and wait for everything: ``.grad`` is then the sum over ranks."""
+        if not self.every_backward:  # also what arrived while this was not armed
+            self._arrivals |= {entry.leaf for entry in self.entries if entry.leaf.grad is not None}
         while self._next < len(self._buckets):
             self._launch_next()
         while self._done < len(self._buckets):

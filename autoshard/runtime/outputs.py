@@ -23,7 +23,7 @@ class Lazy:
 
     def __init__(self, stage: StageModule, spec: Output, chunks: torch.Tensor | None, ran_backward: bool):
         """``chunks``: this rank's pieces of the micro-batches, stacked in a new dim 0; None if another stage has them."""
-        self._world, self._spec, self._m, self._chunks = stage.world, spec, stage.microbatches, chunks
+        self._world, self._spec, self._m, self._chunks, self._end = stage.world, spec, stage.microbatches, chunks, stage.end
         self._ran_backward = ran_backward
         self.dtype = spec.dtype
         self.shape = torch.Size(full_shape(spec, stage.microbatches))
@@ -50,7 +50,7 @@ class Lazy:
                 chunks = torch.empty((self._m, *local), dtype=spec.dtype, device=world.device)
             else:
                 chunks = self._chunks
-            return from_last_stage(chunks, world)
+            return from_last_stage(chunks, world, self._end)
         return self._chunks
 
     def __repr__(self) -> str:
@@ -65,10 +65,10 @@ def full_shape(spec: Output, microbatches: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def from_last_stage(x: torch.Tensor, world: World) -> torch.Tensor:
-    """``x`` of the last pipeline stage, on all stages; overwrites x on the others."""
+def from_last_stage(x: torch.Tensor, world: World, end: int) -> torch.Tensor:
+    """``x`` of the last pipeline stage, on all stages; overwrites x on the others. ``end``: the last stage's ``StageModule.end``."""
     x = x.contiguous()
-    dist.broadcast(x, group_src=world.mesh.pipeline - 1, group=world.pipeline)
+    dist.broadcast(x, group_src=end, group=world.pipeline)
     return x
 
 
@@ -100,7 +100,7 @@ def deliver(stage: StageModule, results: Sequence[Sequence[torch.Tensor]] | None
 
 def _loss(stage: StageModule, spec: Output, chunks: torch.Tensor | None) -> torch.Tensor:
     loss = torch.empty((), dtype=spec.dtype, device=stage.world.device) if chunks is None else _over_time(chunks, spec)
-    return from_last_stage(loss, stage.world) if stage.world.mesh.pipeline > 1 else loss
+    return from_last_stage(loss, stage.world, stage.end) if stage.world.mesh.pipeline > 1 else loss
 
 
 def _over_time(stacked: torch.Tensor, spec: Output) -> torch.Tensor:

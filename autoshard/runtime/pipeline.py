@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from autoshard.runtime.feed import Feed
-from autoshard.runtime.stage import StageModule, Value
+from autoshard.runtime.split import first_inputs, then_weights
+from autoshard.runtime.stage import Part, StageModule, Value
 
 Leaves = tuple[torch.Tensor, ...]
 
@@ -49,56 +52,93 @@ class Loop:
 
 
 class Pipeline:
-    """All stages, each on its own rank. Arguments and ``run`` as for ``Loop``; leaves are known on the last stage only.
+    """All stages, each on its own rank, or several on each. Arguments and ``run`` as for ``Loop``; leaves are known to the rank of the last
+    stage only.
 
-    With fewer micro-batches than stages 1F1B is not defined; all forwards run before all backwards then.
+    ``before_last`` is called where a rank runs one stage; of several each has a last micro-batch of its own.
     """
 
     def __init__(self, stage: StageModule, before_last: Callable[[], None]):
         world, m = stage.world, stage.microbatches
-        self.stage = stage
-        self.body = Body(stage)
-        ends = _Stage(
-            self.body,
-            stage.stage,
-            world.mesh.pipeline,
-            world.device,
-            input_args=_examples(stage.receives),
-            output_args=(torch.empty((), device="meta"),) if self.body.last else _examples(stage.sends),
-            group=world.pipeline,
+        self.bodies = [Body(stage, part) for part in stage.chunks]
+        stages = [_Stage(body, before_last if len(self.bodies) == 1 else None) for body in self.bodies]
+        name = "GPipe" if stage.schedule == "1F1B" and m < world.mesh.pipeline else stage.schedule  # 1F1B is not defined then
+        cls = getattr(pipelining, f"Schedule{name}")
+        self.schedule = cls(
+            stages if issubclass(cls, PipelineScheduleMulti) else stages[0], m, loss_fn=lambda loss, _: loss, scale_grads=False
         )
-        ends.before_last = before_last
-        schedule = Schedule1F1B if m >= world.mesh.pipeline else ScheduleGPipe
-        self.schedule = schedule(ends, m, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def run(self, feeds: Sequence[Feed], training: bool) -> list[Leaves] | None:
-        self.body.start(feeds)
+        for body in self.bodies:
+            body.start(feeds)
         which = torch.arange(len(feeds))  # chunked by the schedule: each forward is told which micro-batch it is for
-        target = torch.zeros(len(feeds)) if self.body.last else None
+        target = torch.zeros(len(feeds)) if any(body.last for body in self.bodies) else None
         with torch.set_grad_enabled(training):
-            step = self.schedule.step if training else self.schedule.eval
-            step(microbatch=which, target=target, return_outputs=False)
-        return self.body.finish()
+            if training:
+                self.schedule.step(microbatch=which, target=target, return_outputs=False)
+            else:
+                self._forward_only(which, target)
+        results = [body.finish() for body in self.bodies]
+        return next((leaves for leaves in results if leaves is not None), None)
+
+    def _forward_only(self, which: torch.Tensor, target: torch.Tensor | None) -> None:
+        """What schedules of several stages a rank do not know how to leave out, is left out of their list of actions."""
+        order = getattr(self.schedule, "pipeline_order_with_comms", None)
+        if order is None:
+            self.schedule.eval(microbatch=which, target=target, return_outputs=False)
+            return
+        forward = {
+            rank: [action for action in actions if action.computation_type.name in ("FORWARD", "SEND_F", "RECV_F")]
+            for rank, actions in order.items()
+        }
+        self.schedule.pipeline_order_with_comms = forward
+        try:
+            self.schedule.eval(microbatch=which, target=target, return_outputs=False)
+        finally:
+            self.schedule.pipeline_order_with_comms = order
 
 
 class _Stage(PipelineStage):
-    """Says when the last backward begins."""
+    """Says when the last backward begins, and splits backwards so that all ranks run their collectives in the same order."""
 
-    before_last: Callable[[], None]
+    def __init__(self, body: Body, before_last: Callable[[], None] | None):
+        stage, part = body.stage, body.part
+        super().__init__(
+            body,
+            part.stage,
+            stage.depth,
+            stage.world.device,
+            input_args=_examples(part.receives),
+            output_args=(torch.empty((), device="meta"),) if body.last else _examples(part.sends),
+            group=stage.world.pipeline,
+        )
+        self.before_last = before_last
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
-        if last_backward and self.has_backward:
+        if last_backward and self.has_backward and self.before_last is not None:
             self.before_last()
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+        stage, outputs = self.submod.stage, bwd_kwargs["stage_output"]
+        if backward_type == "weight":
+            return then_weights(bwd_kwargs["param_groups"] or []), None
+        if backward_type == "input":
+            bwd_kwargs["stage_output"] = ()  # of which nothing is needed later
+            if not stage.recomputes:
+                return first_inputs(outputs, bwd_kwargs["output_grads"], bwd_kwargs["input_values"], stage.leaves())
+            bwd_kwargs = {**bwd_kwargs, "stage_output": outputs[0] if self.is_last else outputs}
+        return super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward=last_backward)
 
 
 class Body(nn.Module):
     """What the schedule sees of a stage: received tensors in, tensors to send out; on the last stage, the loss out."""
 
-    def __init__(self, stage: StageModule):
+    def __init__(self, stage: StageModule, part: Part):
         super().__init__()
-        self.stage = stage
-        self.last = stage.stage == stage.world.mesh.pipeline - 1
+        self.stage, self.part = stage, part
+        self.last = part.stage == stage.depth - 1
+        self.reads = frozenset(stage.reads(part.method))
         self.feeds: Sequence[Feed] = ()
         self.results: list[Leaves] = []
 
@@ -110,9 +150,10 @@ class Body(nn.Module):
         return results if self.last else None
 
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor):
-        out = self.stage(*received, **self.feeds[int(microbatch)])
+        fed = {name: x for name, x in self.feeds[int(microbatch)].items() if name in self.reads}
+        out = self.stage(*received, method=self.part.method, **fed)
         if not self.last:
-            return tuple((x if sent.requires_grad else x.detach()).contiguous() for x, sent in zip(out, self.stage.sends))
+            return tuple((x if sent.requires_grad else x.detach()).contiguous() for x, sent in zip(out, self.part.sends))
         # received tensors are buffers that the next step fills again, so an output must not be one of them
         buffers = {x.untyped_storage().data_ptr() for x in received}
         self.results.append(tuple(x.detach().clone() if x.untyped_storage().data_ptr() in buffers else x.detach() for x in out))

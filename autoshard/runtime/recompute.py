@@ -5,7 +5,6 @@ Checked with torch 2.13: ``torch.utils._python_dispatch`` is the one module used
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,7 +29,9 @@ def recompute(region: Callable, *inputs: Any) -> Any:
     Args:
         region: a method of a ``StageModule``.
     """
-    run = _Run(region.__self__.streams)  # all random numbers of emitted code come from there
+    stage = region.__self__
+    stage.recomputes = True
+    run = _Run(stage.streams)  # all random numbers of emitted code come from there
     return checkpoint(region, *inputs, use_reentrant=False, context_fn=run.contexts, preserve_rng_state=False)
 
 
@@ -63,16 +64,20 @@ class _Run:
 
     def __init__(self, streams: Streams):
         self.streams = streams
-        self.left: deque = deque()
-        self.again = False
+        self.left: list = []
+        self.met: Iterator | None = None  # what was left, while it is met again
 
     def contexts(self):
         """``context_fn`` of ``torch.utils.checkpoint.checkpoint``."""
         return tuple(self._in(random, again) for random, again in zip(self.streams.checkpoint_contexts(), (False, True)))
 
+    @property
+    def again(self) -> bool:
+        return self.met is not None
+
     @contextmanager
     def _in(self, random, again: bool) -> Iterator[None]:
-        self.again = again
+        self.met = iter(self.left) if again else None
         token = _current.set(self)
         try:
             with random:
@@ -99,7 +104,7 @@ def _lines(
         with lines:
             yield
         if run.again:  # random numbers that are not drawn again are skipped, for those that are
-            run.streams.restore(run.left.popleft())
+            run.streams.restore(next(run.met))
         else:
             run.left.append(run.streams.states())
     finally:
@@ -131,15 +136,14 @@ class _Lines(TorchDispatchMode):
 
     def result(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` gives in forward; it is not looked into."""
-        left = self.run.left
         if self.run.again:
-            return tree_map_only(_Left, lambda x: self.find(x.value), left.popleft())
+            return tree_map_only(_Left, lambda x: self.find(x.value), next(self.run.met))
         self.inside = True
         try:
             out = compute()
         finally:
             self.inside = False
-        left.append(tree_map_only(torch.Tensor, lambda x: _Left(self.leave(x)), out))
+        self.run.left.append(tree_map_only(torch.Tensor, lambda x: _Left(self.leave(x)), out))
         return out
 
 

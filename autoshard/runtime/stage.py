@@ -22,6 +22,7 @@ from autoshard.runtime.random import Streams
 from autoshard.runtime.regather import Regather
 from autoshard.runtime.world import World
 from autoshard.runtime.zero import Rounded, Shard
+from autoshard.schedule import schedule_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Param:
 
     names: all its names in the user's model, canonical first.
     sync: axes over which its gradient is summed once a step; its gradient is a summand along them before, whole after.
-    stages: pipeline stages that hold it; its gradient is summed over them too.
+    stages: the places along the pipeline axis that hold it; its gradient is summed over them too.
     zero: its ZeRO level. From 1 on ``layout`` cuts it along data: so lies the piece that the optimizer updates. At levels 1 and 2 forward
         reads it whole along data; at level 3 it reads the piece, and gathers it itself.
     master: the dtype in which the optimizer updates it, if that is not ``dtype``, in which forward reads it.
@@ -84,6 +85,16 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of several stages that a rank runs: the method that is its ``forward``, what it receives, and what it sends."""
+
+    stage: int
+    method: str
+    receives: tuple[Value, ...] = ()
+    sends: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True)
 class Extra:
     """A value of the prologue, its conversion over the micro-batches, "P -> R", and the shape that one forward sees.
 
@@ -116,12 +127,17 @@ class StageModule(nn.Module):
     ``forward`` takes the received values in order, then inputs and extras by keyword, and returns a tuple of tensors: the values to send,
     or, on the last stage, one per entry of ``outputs``. ``outputs``, and ``loss``, the index of the one to be minimised, are the same on
     every stage. ``updates`` names the buffers that forward changes; the last stage returns their new values, whole, behind the outputs.
+
+    ``stage`` is the place along the pipeline axis. Where ``schedule`` gives a rank several stages, ``parts`` says which, and stands for
+    ``receives``, ``sends`` and ``forward``.
     """
 
     mesh: tuple[int, int, int] = (1, 1, 1)
     rank: int = 0
     stage: int = 0
     microbatches: int = 1
+    schedule: str = "1F1B"
+    parts: tuple[Part, ...] = ()
     params: dict[str, Param] = {}
     inputs: dict[str, Input] = {}
     receives: tuple[Value, ...] = ()
@@ -147,6 +163,7 @@ class StageModule(nn.Module):
         self.data, self.tensor = world.axes
         self.streams = Streams(world.axes, world.stage, world.device, world.common_seed()) if like is None else like.streams
         self.shards: dict[str, Rounded] = {}
+        self.recomputes = False  # whether it has regions; known once it has run
         self.loss_scale = 1.0  # of what backward starts from
         self.alike = True  # whether gradients are summed over the same ranks as those of ``like``
         self._buffers_of: dict[str, str] = {}  # attribute: that of ``like``
@@ -202,12 +219,27 @@ class StageModule(nn.Module):
         """``rt.convert`` of a weight of ZeRO level 3 to a whole one, which is not kept for backward: there it is gathered again."""
         return self._regather.gather(piece, text, axis, size)
 
-    def __call__(self, *args, **kwargs) -> tuple[torch.Tensor, ...]:
-        """``forward``, with the weights of ZeRO level 3 kept in pieces between forward and backward."""
+    @property
+    def chunks(self) -> tuple[Part, ...]:
+        """What this rank runs of the model, in order."""
+        return self.parts or (Part(self.stage, "forward", self.receives, self.sends),)
+
+    @property
+    def depth(self) -> int:
+        """Stages in all."""
+        return len(self.chunks) * self.world.mesh.pipeline
+
+    @property
+    def end(self) -> int:
+        """The place along the pipeline axis that holds the last stage."""
+        return schedule_of(self.schedule).rank_of(self.depth - 1, self.world.mesh.pipeline)
+
+    def __call__(self, *args, method: str = "forward", **kwargs) -> tuple[torch.Tensor, ...]:
+        """``forward``, or that of a part, with the weights of ZeRO level 3 kept in pieces between forward and backward."""
         if not any(param.zero == 3 for param in self.params.values()):
-            return super().__call__(*args, **kwargs)
+            return getattr(self, method)(*args, **kwargs)
         with self._regather.hooks():
-            return super().__call__(*args, **kwargs)
+            return getattr(self, method)(*args, **kwargs)
 
     def prologue(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
         """The extras of one micro-batch, computed before the first forward."""
@@ -218,7 +250,7 @@ class StageModule(nn.Module):
 
     @classmethod
     def reads(cls, method: str) -> tuple[str, ...]:
-        """Names of the arguments of ``forward`` or ``prologue``."""
+        """Names of the arguments of ``forward``, that of a part, or ``prologue``."""
         return tuple(inspect.signature(getattr(cls, method)).parameters)[1:]
 
     def held(self) -> Iterator[tuple[Param, torch.Tensor]]:
@@ -226,6 +258,12 @@ class StageModule(nn.Module):
         ZeRO or in mixed precision, what the optimizer updates."""
         for attribute, param in self.params.items():
             yield param, self.shards[attribute].piece if attribute in self.shards else getattr(self, attribute)
+
+    def leaves(self) -> Iterator[torch.Tensor]:
+        """The trained weights as forward reads them."""
+        for attribute, param in self.params.items():
+            if param.requires_grad:
+                yield getattr(self, attribute)
 
     def load(self, get: Callable[[str], torch.Tensor | None]) -> None:
         """Fill in this rank's pieces; ``get`` gives the whole tensor of a name, None to leave it. RunError if one has another shape."""
