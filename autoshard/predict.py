@@ -17,7 +17,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, weight_sync
 from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs, results
 from autoshard.cost.memory import rank_memory, saved_bytes, state_bytes, transient_bytes
-from autoshard.cost.pipeline import StageTime, bubble_share, in_flight, schedule_seconds
+from autoshard.cost.pipeline import StageTime, bubble_share, in_flight, step_seconds
 from autoshard.errors import InfeasibleError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import crossing
@@ -267,7 +267,7 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, who
         forward, weights = part[row.index]["forward"], part[row.index]["weights"]
         times.append(StageTime(forward, row.seconds - forward - weights, weights))
         work[row.rank] += row.seconds
-    plan.step_seconds = schedule_seconds(plan.schedule, p, times, m, once)
+    plan.step_seconds = step_seconds(plan.schedule, p, times, m, once)
     plan.bubble = bubble_share(work, m, plan.step_seconds - max(once)) if p > 1 else 0.0
     mean = {k: sum(per_stage[s][k] for s in per_stage) / p * m for k in ("compute", "data", "tensor")}
     syncs = defaultdict(float)

@@ -17,6 +17,7 @@ from autoshard.planning.planner import restore
 from autoshard.planning.saving import Saving
 from autoshard.predict import predict
 from autoshard.runtime.world import open_world
+from autoshard.schedule import SCHEDULES
 from autoshard.verifier import Reference
 
 
@@ -79,13 +80,13 @@ class Case:
     def reference(self) -> Reference:
         return Reference(self.model, self.batch, steps=self.steps, backend="local")
 
-    def plan(self, mesh, zero=0, recompute="off", microbatches=None):
+    def plan(self, mesh, zero=0, recompute="off", microbatches=None, schedule=None):
         mesh = Mesh.of(mesh)
         self.program.mesh = mesh
         m = microbatches or (4 if mesh.pipeline > 1 else 1)
-        saving = Saving.of(zero, recompute)
+        saving, placed = Saving.of(zero, recompute), schedule and SCHEDULES[schedule]
         cluster = Cluster.of("a100-dgx")
-        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving)
+        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving, schedule=placed)
 
     def priced(self, plan):
         """The plan, predicted anew after something of it was changed."""

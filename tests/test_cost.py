@@ -357,12 +357,6 @@ def test_frozen_parameters_hold_no_state():
     assert memory.state_bytes(10, mixed=True, trainable=False) == {"parameters": 20, "gradients": 0, "optimizer": 0}
 
 
-def test_in_flight():
-    assert [memory.in_flight(8, 4, s) for s in range(4)] == [4, 3, 2, 1]
-    assert [memory.in_flight(2, 4, s) for s in range(4)] == [2, 2, 2, 1]
-    assert memory.in_flight(1, 1, 0) == 1
-
-
 def chain():
     """x -> h = linear(x, w) -> v = h.reshape -> gelu(v), and mul(h, h): h is saved by both, once under its own name and once as a view."""
     h, rule, shapes = linear(bias=False)
@@ -415,16 +409,19 @@ def test_rank_memory():
 @pytest.mark.parametrize("p, m, percent", [(8, 4, 63.6), (8, 16, 30.4), (8, 64, 9.9), (4, 12, 20.0), (1, 4, 0.0)])
 def test_bubble_of_equal_stages(p, m, percent):
     assert round(100 * pipeline.equal_bubble(p, m), 1) == percent
-    assert pipeline.bubble_share([0.3] * p, m) == pytest.approx(pipeline.equal_bubble(p, m))
+    assert pipeline.bubble_share([0.3] * p, m, seconds([0.3] * p, m)) == pytest.approx(pipeline.equal_bubble(p, m))
+
+
+def seconds(stages, m, once=(0.0,)):
+    return pipeline.step_seconds("1F1B", len(stages), [pipeline.StageTime(t / 3, 2 * t / 3) for t in stages], m, once)
 
 
 def test_step_by_hand():
     # 1 + 3 + 2, then two more from the slowest, then the longest of the stages' own ends
-    assert pipeline.step_seconds([1, 3, 2], 3) == 12
-    assert pipeline.step_seconds([1, 3, 2], 3, once=[5, 1, 2]) == 17
-    assert pipeline.step_seconds([1, 3, 2], 3, once=0.5) == 12.5
+    assert seconds([1, 3, 2], 3) == pytest.approx(12)
+    assert seconds([1, 3, 2], 3, once=[5, 1, 2]) == pytest.approx(17)
     # the stages work 3, 9 and 6 of 12 seconds
-    assert pipeline.bubble_share([1, 3, 2], 3) == pytest.approx(1 - 18 / 36)
+    assert pipeline.bubble_share([1, 3, 2], 3, 12) == pytest.approx(1 - 18 / 36)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=8), st.integers(1, 20))
@@ -434,5 +431,6 @@ def test_step_equals_a_simulated_flow_shop(stages, m):
         ready = 0.0
         for s, t in enumerate(stages):
             done[s] = ready = max(done[s], ready) + t
-    assert pipeline.step_seconds(stages, m) == pytest.approx(done[-1])
-    assert 0 <= pipeline.bubble_share(stages, m) + 1e-9 and pipeline.bubble_share(stages, m + 1) <= pipeline.bubble_share(stages, m) + 1e-9
+    assert seconds(stages, m) == pytest.approx(done[-1])
+    bubble, next_one = (pipeline.bubble_share(stages, n, seconds(stages, n)) for n in (m, m + 1))
+    assert 0 <= bubble + 1e-9 and next_one <= bubble + 1e-9

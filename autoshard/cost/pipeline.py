@@ -69,8 +69,8 @@ WAIT: dict[str, Callable[[int, int, int, StageTime], float]] = {
 """Seconds that a rank waits, given p, v, m, and a stage: the table above."""
 
 
-def schedule_seconds(schedule: str, ranks: int, stages: Sequence[StageTime], microbatches: int, once: Sequence[float] = (0.0,)) -> float:
-    """Seconds of a step under any schedule.
+def step_seconds(schedule: str, ranks: int, stages: Sequence[StageTime], microbatches: int, once: Sequence[float] = (0.0,)) -> float:
+    """Seconds of a step.
 
     stages: all of them, in order; ``schedule`` says which are on one rank. once: seconds a step that no micro-batch overlaps, of each rank.
     """
@@ -84,25 +84,14 @@ def schedule_seconds(schedule: str, ranks: int, stages: Sequence[StageTime], mic
     return microbatches * work[slowest] + max(0.0, WAIT[schedule](ranks, chunks, microbatches, mean)) + max(once)
 
 
-def step_seconds(stages: Sequence[float], microbatches: int, once: Sequence[float] | float = 0.0) -> float:
-    """Seconds of a step of 1F1B or GPipe.
+def bubble_share(work: Sequence[float], microbatches: int, pipelined: float) -> float:
+    """The share of the pipelined part of a step, of so many seconds, that a rank waits, averaged over the ranks.
 
-    stages: seconds of forward plus backward of one micro-batch in each stage, its share of the sends included.
-    once: seconds a step that no micro-batch overlaps (gradient sync, optimizer): of each stage (they run side by side), or in all.
+    For p equal ranks under 1F1B this is (p - 1) / (p - 1 + m).
+
+    work: seconds of a micro-batch on each rank.
     """
-    slowest_once = max(once) if isinstance(once, Sequence) else once
-    return sum(stages) + (microbatches - 1) * max(stages) + slowest_once
-
-
-def bubble_share(work: Sequence[float], microbatches: int, pipelined: float | None = None) -> float:
-    """The share of the pipelined part of a step that a rank waits, averaged over the ranks.
-
-    A rank works m * t of the step's sum t + (m - 1) max t. For p equal ones this is (p - 1) / (p - 1 + m).
-
-    work: seconds of a micro-batch on each rank. pipelined: seconds of the pipelined part, if the schedule is not 1F1B.
-    """
-    total = step_seconds(work, microbatches) if pipelined is None else pipelined
-    return 1.0 - microbatches * sum(work) / (len(work) * total) if total else 0.0
+    return 1.0 - microbatches * sum(work) / (len(work) * pipelined) if pipelined else 0.0
 
 
 def equal_bubble(p: int, microbatches: int) -> float:
