@@ -30,7 +30,7 @@ HEAVY = {
 }
 """Ops whose sharded factor is worth a word in the comment."""
 
-OWN_NAMES = ("alike", "data", "device", "recomputes", "shards", "streams", "tensor", "world")
+OWN_NAMES = ("alike", "data", "device", "loss_scale", "recomputes", "shards", "streams", "tensor", "world")
 """What a StageModule calls its own attributes, beside those of its class."""
 
 

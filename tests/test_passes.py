@@ -139,7 +139,7 @@ return [div, linear_1]
 
 def test_stages_relay_what_is_needed_and_compute_again_what_is_not_sent(toy):
     converted = passes.run("insert_conversions", planned(toy, (1, 2, 2), 4, **MEGATRON))
-    first, second = passes.run("cut_stages", converted)
+    first, second = passes.run("cut_stages", converted, 2)
     assert (first.receives, first.sends, second.receives, second.sends) == ((), ("relu",), ("relu",), ())
     check(
         passes.run("localize", second.program, (0, 1)),
@@ -163,7 +163,7 @@ def test_passes_leave_their_input_alone(toy):
     before = show(toy)
     converted = passes.run("insert_conversions", planned(toy, (2, 2, 2), 2))
     text = show(converted)
-    for stage in passes.run("cut_stages", converted):
+    for stage in passes.run("cut_stages", converted, 2):
         passes.run("localize", stage.program, (0, 0))
     assert show(toy) == before and show(converted) == text
 
@@ -186,7 +186,7 @@ class Skip(nn.Module):
 
 def test_a_skip_connection_is_relayed_and_a_mask_is_not():
     program = canonical(Skip(), {"ids": torch.randint(0, 12, (8, 3)), "labels": torch.randint(0, 8, (8,))})
-    stages = passes.run("cut_stages", passes.run("insert_conversions", planned(program, (1, 1, 3), 2)))
+    stages = passes.run("cut_stages", passes.run("insert_conversions", planned(program, (1, 1, 3), 2)), 3)
     assert all("embedding" in stage.sends for stage in stages[:-1])
     assert all("embedding" in stage.receives for stage in stages[1:])
     masked = [stage for stage in stages if any(n.name == "gt" for n in stage.program.graph.nodes)]
@@ -230,12 +230,12 @@ def test_a_wrong_local_shape_is_found(toy):
     wrong = ((R, S(0)),)
     node.meta.update(strategy=Strategy(strategy.choices, strategy.operands, wrong), layouts=wrong)
     with pytest.raises(PlanError, match="gives pieces of shape"):
-        passes.run("localize", passes.run("cut_stages", passes.run("insert_conversions", program))[0].program, (0, 0))
+        passes.run("localize", passes.run("cut_stages", passes.run("insert_conversions", program), 1)[0].program, (0, 0))
 
 
 def test_dump_writes_every_level(toy, tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOSHARD_DUMP", str(tmp_path))
-    passes.run("cut_stages", passes.run("insert_conversions", planned(toy, (1, 1, 2), 2)))
+    passes.run("cut_stages", passes.run("insert_conversions", planned(toy, (1, 1, 2), 2)), 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "1_microbatch.py",
         "1_microbatch_prologue.py",

@@ -86,7 +86,7 @@ def toy_plan() -> Plan:
         memory = {"parameters": 4.0 * parameters, "gradients": 4.0 * parameters, "optimizer": 8.0 * parameters,
                   "activations": in_flight * 6 * 17.0 * ACTIVATION, "transient": 4.0 * ACTIVATION}  # fmt: skip
         seconds = sum(row.forward + row.backward for row in rows) + 8e-4
-        return StageRow(index, first, last, len(rows), parameters, seconds, 9e-4, in_flight, memory)
+        return StageRow(index, first, last, len(rows), parameters, seconds, 9e-4, in_flight, memory, rank=index)
 
     stages = [
         stage_row(0, "transformer.wte", "transformer.h.5", 41_350_272, 2),

@@ -41,7 +41,7 @@ def summary(plan: Plan) -> list[Part]:
     precision = "" if plan.precision == "fp32" else f" {plan.precision} with fp32 masters;"
     detail = f"{axes};{precision} a batch of {batch} in {_plural(plan.microbatches, 'micro-batch', 'es')}"
     if plan.schedule != "none":
-        detail += f", {plan.schedule} schedule"
+        detail += f", {plan.schedule} schedule" + (f" with {plan.chunks} stages a rank" if plan.chunks > 1 else "")
     one = f"one such device would take {duration(plan.one_device_seconds)} a step; " if plan.one_device_seconds else ""
     return [Line(head, indent=0), Line(f"{detail}; {one}all times and bytes are estimates")]
 
@@ -108,8 +108,13 @@ def stages(plan: Plan) -> list[Part]:
         for s in plan.stage_rows
     ]
     headers = (">stage", "from", "to", ">ops", ">params/rank", ">micro-batch", ">once a step", ">in flight")
+    if plan.chunks > 1:
+        headers, rows = (">rank", *headers), [(str(s.rank), *row) for s, row in zip(plan.stage_rows, rows)]
     out = [Title("Stages"), Table(headers, tuple(rows))]
     for before, after in zip(plan.stage_rows, plan.stage_rows[1:]):
+        if before.rank == after.rank:
+            out.append(Line(f"cut {before.index}|{after.index} after {before.last or 'the model itself'}: within a rank"))
+            continue
         sends = [c for c in plan.collectives if c.axis == "pipeline" and c.kind == "send"]
         forward = [c for c in sends if c.direction == "forward" and c.stage == before.index]
         backward = [c for c in sends if c.direction == "backward" and c.stage == after.index]
@@ -121,7 +126,8 @@ def stages(plan: Plan) -> list[Part]:
             )
         )
     formula = f"(p-1)/(p-1+m) = {p - 1}/({p - 1}+{m}) = {percent((p - 1) / (p - 1 + m))}"
-    return [*out, Line(f"bubble: {formula} if stages were equal; planned {percent(plan.bubble)}")]
+    usual = "" if plan.schedule in ("GPipe", "1F1B") else " under 1F1B"
+    return [*out, Line(f"bubble: {formula} if stages were equal{usual}; planned {percent(plan.bubble)}")]
 
 
 def collectives(plan: Plan, every: bool) -> list[Part]:
@@ -244,12 +250,13 @@ def memory(plan: Plan) -> list[Part]:
         return []
     categories = list(dict.fromkeys(name for stage in plan.stage_rows for name in stage.memory))
     rows = []
-    for stage in plan.stage_rows:
-        total = sum(stage.memory.values())
-        cells = [str(stage.index), *(size(stage.memory.get(name, 0.0)) for name in categories), size(total)]
+    for rank, table in plan.rank_memory.items():
+        total = sum(table.values())
+        cells = [str(rank), *(size(table.get(name, 0.0)) for name in categories), size(total)]
         rows.append((*cells, percent(total / plan.memory_limit) if plan.memory_limit else "-"))
     peak, limit = plan.peak_bytes, plan.memory_limit
-    out = [Title("Memory per rank"), Table((">stage", *(f">{name}" for name in categories), ">total", ">of limit"), tuple(rows))]
+    place = ">rank" if plan.chunks > 1 else ">stage"
+    out = [Title("Memory per rank"), Table((place, *(f">{name}" for name in categories), ">total", ">of limit"), tuple(rows))]
     levels = Counter(level for level in plan.zero.values() if level)
     if levels:
         cut = ", ".join(f"{_plural(n, 'parameter')} at level {level}" for level, n in sorted(levels.items()))
@@ -257,7 +264,9 @@ def memory(plan: Plan) -> list[Part]:
         out.append(Line(f"ZeRO over data: {cut}" + (f", {rest} whole" if rest else "")))
     if plan.regions:
         regions = len(set(plan.regions.values()))
-        out.append(Line(f"backward computes {_plural(regions, 'region')} of {_plural(len(plan.regions), 'op')} again from their inputs"))
+        but = f", but for {_plural(len(plan.kept), 'kept value')}" if plan.kept else ""
+        ops = _plural(len(plan.regions), "op")
+        out.append(Line(f"backward computes {_plural(regions, 'region')} of {ops} again from their inputs{but}"))
     if not limit:
         return [*out, Line(f"peak {size(peak)} (estimate), no limit given")]
     verdict = "fits" if peak <= limit else f"DOES NOT FIT, {size(peak - limit)} too much"
