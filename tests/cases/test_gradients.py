@@ -189,7 +189,8 @@ class Padded(nn.Module):
 
 @pytest.mark.parametrize("padding", (0, 7, -1))
 def test_padding_row_of_a_sharded_table(padding):
-    equal(lambda: Padded(padding), lambda: {"ids": torch.randperm(12).view(4, 3)}, (1, 3, 1), tensor("S(0)", "embed.weight"))
+    rows = {"embedding": {"tensor": "shard v"}}
+    equal(lambda: Padded(padding), lambda: {"ids": torch.randperm(12).view(4, 3)}, (1, 3, 1), tensor("S(0)", "embed.weight"), force=rows)
 
 
 class Tokens(nn.Module):
@@ -234,6 +235,24 @@ def test_mean_over_tokens_that_are_unevenly_spread(way, valid):
 def test_scale_of_gradients_with_stages_micro_batches_and_data_ranks(mesh, microbatches):
     plan = equal(Tokens, valid_labels(*range(1, 9), *range(1, 9)), mesh, data("S(0)", "x"), microbatches=microbatches)
     assert plan.microbatches == microbatches
+
+
+@pytest.mark.parametrize("mesh, microbatches", [((2, 1, 1), 1), ((1, 1, 2), 2), ((2, 1, 2), 2), ((1, 1, 1), 2)])
+def test_gradients_that_the_user_accumulates(mesh, microbatches):
+    """Two calls, of which each brings half of the loss, are one call on the whole batch: with every way of micro-batches and stages."""
+    halves = [valid_labels(4, 4, 4, 4)() for _ in range(2)]
+    model, _ = prepared(Tokens, None, torch.float64)
+    batches = [{"x": half["x"].double(), "labels": half["labels"]} for half in halves]
+    model(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})["loss"].backward()
+
+    def accumulated(sharded, _):
+        for batch in batches:
+            (sharded(**batch)["loss"] / 2).backward()
+        return sharded.grad_dict()
+
+    for grads in on_ranks(Tokens, batches[0], mesh, accumulated, pin=data("S(0)", "x"), microbatches=microbatches):
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=str)
