@@ -178,7 +178,8 @@ def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, s
 def convert(program: Program, decision: Decision) -> Program:
     """The program with all that was decided written on its nodes, conversions explicit."""
     placed = passes.run("zero", apply(program, decision), decision.zero)
-    return passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
+    regions = passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
+    return passes.run("bucket_gathers", regions)
 
 
 @dataclass

@@ -270,7 +270,7 @@ def _forward(rank: RankProgram, stage: Stage, name: str, names: dict[str, str], 
     for number, run in groupby(program.ops, lambda node: node.meta.get("region")):
         run = list(run)
         if number is None or not any(node.meta.get("grad") for node in run):
-            items += [_item(node, comments=True) for node in run]
+            items += _items(run, [""] * len(run))
         else:
             method, call = _region(program, run, taken)
             regions += ["", *method]
@@ -295,6 +295,29 @@ def _item(node: fx.Node, comments: bool) -> _Item:
     return _Item(_line(node, comments), node.meta.get("module", ""), [node], set(node.all_input_nodes))
 
 
+def _items(run: list[fx.Node], under: list[str]) -> list[_Item]:
+    """Statements of some ops that follow each other: one for each op, or bucket of gathers. ``under``: see ``_Item``."""
+    items = []
+    for _, part in groupby(zip(run, under), lambda pair: pair[0].meta.get("bucket", pair[0])):
+        nodes, whose = zip(*part)
+        item = _item(nodes[0], comments=True) if len(nodes) == 1 else _gathers(nodes)
+        item.under = whose[0]
+        items.append(item)
+    return items
+
+
+def _gathers(nodes: tuple[fx.Node, ...]) -> _Item:
+    """Weights of ZeRO level 3 that are gathered together."""
+    lines = [f"({', '.join(node.name for node in nodes)}) = self.gather_all("]
+    if len(lines[0]) + 8 > WIDTH:
+        lines = ["(", *(f"    {node.name}," for node in nodes), ") = self.gather_all("]
+    lines += [f'    ({literal(node.args[0])}, "{node.args[1]}", {node.args[3]}),' for node in nodes]
+    lines.append(f")  # one {conversion_comment(nodes[0].args[1], ', and again in backward')}")
+    paths = [node.meta.get("module", "").split(".") for node in nodes]
+    module = ".".join(os.path.commonprefix(paths))
+    return _Item("\n".join(f"        {line}" for line in lines), module, list(nodes), {x for n in nodes for x in n.all_input_nodes})
+
+
 def _region(program: Program, run: list[fx.Node], taken: list[str]) -> tuple[list[str], _Item]:
     """A method of its own for some ops that follow each other, and the call that computes it again in backward."""
     inside = set(run)
@@ -308,9 +331,7 @@ def _region(program: Program, run: list[fx.Node], taken: list[str]) -> tuple[lis
     taken.append(name)
     results = ", ".join(node.name for node in makes)
     arguments = [x.name for x in reads]
-    items = [_item(node, comments=True) for node in run]
-    for item, under in zip(items, _under(run)):
-        item.under = under
+    items = _items(run, _under(run))
     method = [
         f"    def {name}({', '.join(['self', *arguments])}):",
         *_body(items, set(makes), comments=True),

@@ -14,7 +14,7 @@ from torch import fx
 
 from autoshard import ops
 from autoshard.cluster import Cluster
-from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, weight_sync
+from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, together, weight_sync
 from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs, results
 from autoshard.cost.memory import rank_memory, saved_bytes, state_bytes, transient_bytes
 from autoshard.cost.pipeline import StageTime, bubble_share, in_flight, step_seconds
@@ -37,18 +37,27 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     per_stage = {s: {"compute": 0.0, "data": 0.0, "tensor": 0.0} for s in range(plan.depth)}
     part = {s: {"forward": 0.0, "weights": 0.0} for s in range(plan.depth)}  # seconds of these, of all that
     whole_seconds = 0.0
+    buckets: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in program.ops:
+        if "bucket" in node.meta:
+            buckets[node.meta["bucket"]].append(node)
     for node in program.ops:
         if is_getitem(node):
             continue
         stage = node.meta["stage"]
         if node.target is ops.convert:
-            for step in _steps(node, mesh, cluster) + _again(node, program, mesh, cluster):
+            members = buckets[node.meta["bucket"]] if "bucket" in node.meta else [node]
+            if node is not members[0]:
+                continue
+            steps = [step for n in members for step in _steps(n, mesh, cluster) + _again(n, program, mesh, cluster)]
+            for step in together(steps, mesh, cluster):
                 per_stage[stage][step.axis] += step.seconds
                 part[stage]["forward"] += step.seconds if step.direction == "forward" else 0.0
                 if not step.local:
                     taken = node.meta["step"]
                     path = f"{format_layout(taken.before)} -> {format_layout(taken.after)}"
                     why = f"{node.meta['of']}: {path}, wanted by {node.meta['wanted_by']}"
+                    why += f", and {len(members) - 1} more" if len(members) > 1 else ""
                     plan.collectives.append(_row(step, node, plan, stage, why, plan.microbatches))
             continue
         strategy, rule = node.meta["strategy"], rule_for(node)
@@ -240,18 +249,20 @@ def _activations(program: Program, costs, stage: int, mesh: Mesh) -> tuple[float
     everything = [cost for (s, _), found in costs.items() if s == stage for cost in found]
     regions: dict[int, list[fx.Node]] = defaultdict(list)
     gathered: dict[str, float] = {}
+    at_once: dict[int | str, float] = defaultdict(float)
     for node in program.ops:
         if node.meta.get("stage") == stage and "region" in node.meta:
             regions[node.meta["region"]].append(node)
         if node.target is ops.convert and node.args[0].meta.get("zero") == 3:
             elements = prod(local_shape(tuple(node.meta["val"].shape), node.meta["layouts"][0], mesh.sizes, (0, 0)))
             gathered[node.name] = elements * node.meta["val"].element_size() if node.meta["stage"] == stage else 0.0
+            at_once[node.meta.get("bucket", node.name)] += gathered[node.name]
     kept = {at: nbytes for cost in costs[stage, None] for at, nbytes in cost.saved if at[0] not in gathered}
     for nodes in regions.values():
         kept.update(region_inputs(nodes, mesh.sizes))
         kept.update(results([node for node in nodes if node.meta["again"] == "kept"], mesh.sizes))
     busiest = max((saved_bytes(costs[stage, region], kept) for region in regions), default=0.0)
-    return sum(kept.values()), max(transient_bytes(everything), busiest) + max(gathered.values(), default=0.0)
+    return sum(kept.values()), max(transient_bytes(everything), busiest) + max(at_once.values(), default=0.0)
 
 
 def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, whole_seconds: float, program: Program) -> None:

@@ -9,6 +9,7 @@ Facts live in ``node.meta``:
     stage     pipeline stage
     zero      ZeRO level of a parameter, from 1 on; piece: the layout of what its optimizer updates
     region    number of the region, computed again in backward, that an op is in
+    bucket    number of the bucket in which a weight of ZeRO level 3 is gathered
     module    module path, "transformer.h.0.attn"
     cut_along axes over which the random numbers of an op that draws them are cut, after LOCAL
     source    the user's own line, "modeling_gpt2.py:187: query_states, ... = self.c_attn(...)"

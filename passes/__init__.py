@@ -16,6 +16,7 @@ import logging
 import time
 
 from autoshard.logs import logger
+from autoshard.passes.bucket_gathers import bucket_gathers
 from autoshard.passes.canonicalize import canonicalize
 from autoshard.passes.checkpoint_regions import checkpoint_regions
 from autoshard.passes.cut_stages import cut_stages
@@ -32,6 +33,7 @@ PIPELINE = (
     ("zero", zero, "PLANNED"),
     ("insert_conversions", insert_conversions, "CONVERTED"),
     ("checkpoint_regions", checkpoint_regions, "CONVERTED"),
+    ("bucket_gathers", bucket_gathers, "CONVERTED"),
     ("cut_stages", cut_stages, "STAGED"),
     ("localize", localize, "LOCAL"),
 )

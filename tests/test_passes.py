@@ -240,8 +240,8 @@ def test_dump_writes_every_level(toy, tmp_path, monkeypatch):
         "1_microbatch.py",
         "1_microbatch_prologue.py",
         "3_insert_conversions.py",
-        "5_cut_stages_stage0.py",
-        "5_cut_stages_stage1.py",
+        "6_cut_stages_stage0.py",
+        "6_cut_stages_stage1.py",
     ]
 
 

@@ -1,6 +1,7 @@
 """ZeRO levels 0 to 3: equal to one device, and as small as they promise."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,11 +9,18 @@ from small import case, gpt2, odd
 from workers import run_on
 
 import autoshard
+from autoshard.checking.local import run_ranks
+from autoshard.checking.lockstep import Lockstep
 from autoshard.errors import PlanError, RunError
+from autoshard.mesh import Mesh
 from autoshard.placement import cut_over_data, format_layout, parse_layout
 from autoshard.planning.plan import Plan
+from autoshard.runtime import collectives
 from autoshard.runtime.checkpoint import load, save
 from autoshard.runtime.regather import Regather
+from autoshard.runtime.world import open_world
+
+bucket_gathers = sys.modules["autoshard.passes.bucket_gathers"]  # the module: the package has the function of its name
 
 FAST = {
     *(("gpt2", "2,2,1", 1, "off"), ("gpt2", "2,2,1", 2, "on"), ("gpt2", "2,2,2", 3, "off")),
@@ -111,9 +119,9 @@ def test_level_3_keeps_no_gathered_weight(monkeypatch):
     gathered = []
 
     def gather(self, *args):
-        whole = plain(self, *args)
-        gathered.append(self._known[whole.untyped_storage()._cdata][0])
-        return whole
+        wholes = plain(self, *args)
+        gathered.extend(self._known[whole.untyped_storage()._cdata][0] for whole in wholes)
+        return wholes
 
     plain = Regather.gather
     monkeypatch.setattr(Regather, "gather", gather)
@@ -128,8 +136,46 @@ def test_level_3_keeps_no_gathered_weight(monkeypatch):
     (alive, of), _ = case("gpt2").on_ranks(plan, work)
     assert of >= len(plan.params) and alive == 0
     reads = [row for row in plan.collectives if row.kind == "all_gather" and row.value.endswith(("_rs", "_rs_1"))]
-    when = [row.direction for row in reads]
-    assert when.count("forward") > when.count("backward") > 0  # biases are not read again
+    sent = {when: sum(row.nbytes for row in reads if row.direction == when) for when in ("forward", "backward")}
+    assert sent["forward"] > sent["backward"] > 0  # biases are not read again
+
+
+def test_level_3_gathers_a_layer_at_once(monkeypatch):
+    """As many collectives as predicted: of the weights of a layer one all-gather forward, one backward, and one reduce-scatter."""
+    cell, found = case("gpt2"), {}
+    for limit in (0, bucket_gathers.BUCKET_BYTES):
+        monkeypatch.setattr(bucket_gathers, "BUCKET_BYTES", limit)
+        plan = cell.plan((2, 1, 1), 3)
+        ready = cell.prepared(plan)
+        report = cell.reference.verify(plan.mesh, build=lambda model, batch, ready=ready: ready.sharded(model, open_world(ready.plan.mesh)))
+        assert report.equal, report.text()
+        found[limit] = report.collectives[0], len(plan.collectives), sum(row.nbytes for row in plan.collectives), plan.step_seconds
+    (many, _, alone, slow), (few, rows, together, fast) = found.values()
+    assert few == rows < many / 4 and fast < slow
+    assert together == pytest.approx(alone)
+    layers = [row for row in plan.collectives if row.module.startswith("transformer.h.0")]
+    assert sorted((row.kind, row.direction) for row in layers) == [
+        ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward"),
+    ]  # fmt: skip
+
+
+def test_many_at_once_are_the_same_as_one_by_one():
+    torch.manual_seed(0)
+    cuts = [(0, 1, 7), (1, 1, 6), (1, 3, 12), (0, 1, 2), (0, 2, 4)]  # uneven, blocked, fewer elements than ranks
+    shapes = [(7, 2), (2, 6), (2, 12), (2,), (4, 3)]
+    wholes = [torch.randn(shape) for shape in shapes]
+
+    def work(world):
+        axis = world.data
+        pieces = [collectives.cut(x, axis, dim, blocks).contiguous() for x, (dim, blocks, _) in zip(wholes, cuts)]
+        gathered = collectives.all_gather_together(pieces, cuts, axis)
+        mine = [x * (1 + axis.index) for x in wholes]
+        scattered = collectives.reduce_scatter_together(mine, cuts, axis)
+        return gathered, scattered, [collectives.reduce_scatter(x, axis, dim, blocks) for x, (dim, blocks, _) in zip(mine, cuts)]
+
+    for gathered, scattered, one_by_one in run_ranks(Lockstep(3), Mesh(3, 1, 1), work, 20):
+        for got, want in zip([*gathered, *scattered], [*wholes, *one_by_one]):
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("level", (1, 2, 3))

@@ -14,7 +14,8 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
@@ -126,6 +127,19 @@ def _linear(src: str, dst: str, axis: str, mesh: Mesh, cluster: Cluster) -> tupl
         start, byte = (_run(kind, axis, n, mesh, cluster, "").seconds if kind != "none" else 0.0 for n in (0.0, 1e9))
         found.append((start, (byte - start) / 1e9))
     return found[0], found[1]
+
+
+def together(steps: Sequence[Collective], mesh: Mesh, cluster: Cluster) -> list[Collective]:
+    """Collectives of which those of one kind, axis and direction are run as one: they wait for the network once."""
+    found: dict[tuple[str, str, str], Collective] = {}
+    for step in steps:
+        key = step.kind, step.axis, step.direction
+        if key in found:
+            spared = 0.0 if step.local else collective_seconds(step.kind, 0.0, getattr(mesh, step.axis), cluster.link(step.axis, mesh))
+            before = found[key]
+            step = replace(before, nbytes=before.nbytes + step.nbytes, seconds=before.seconds + step.seconds - spared)
+        found[key] = step
+    return list(found.values())
 
 
 def gradient_sync(nbytes: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> Collective:

@@ -94,6 +94,44 @@ def start_reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> dist
     return _reduce_scatter_single(out, x, group=axis.group, async_op=True)
 
 
+Cut = tuple[int, int, int]
+"""How a value is cut along an axis: (dim, blocks, whole size of that dim)."""
+
+
+def all_gather_together(xs: Sequence[torch.Tensor], cuts: Sequence[Cut], axis: Axis) -> list[torch.Tensor]:
+    """``all_gather`` of several pieces of one dtype, in one collective. Not traced by torch.compile."""
+    shapes = [_resized(x.shape, dim, blocks * widths_of(size // blocks, axis.size)[0]) for x, (dim, blocks, size) in zip(xs, cuts)]
+    room = [shape.numel() for shape in shapes]
+    padded = [_pad(x, dim, blocks, shape[dim] // blocks).reshape(-1) for x, (dim, blocks, _), shape in zip(xs, cuts, shapes)]
+    mine = torch.cat(padded).unsqueeze(0)
+    everyone = mine.new_empty((axis.size, mine.shape[1]))
+    if mine.shape[1]:
+        all_gather_into(everyone, mine, axis)
+    out = []
+    for rows, shape, (dim, blocks, size) in zip(everyone.split(room, 1), shapes, cuts):
+        widths = widths_of(size // blocks, axis.size)
+        out.append(_join([_narrow(row.view(shape), dim, blocks, 0, width) for row, width in zip(rows, widths)], dim, blocks, size))
+    return out
+
+
+def reduce_scatter_together(xs: Sequence[torch.Tensor], cuts: Sequence[Cut], axis: Axis) -> list[torch.Tensor]:
+    """``reduce_scatter`` of several tensors of one dtype, in one collective. Not traced by torch.compile."""
+    widths = [widths_of(size // blocks, axis.size) for _, blocks, size in cuts]
+    padded = [_pad(x, dim, blocks, w[0] * axis.size) for x, (dim, blocks, _), w in zip(xs, cuts, widths)]
+    rows = [
+        [_narrow(x, dim, blocks, rank * w[0], w[0]) for x, (dim, blocks, _), w in zip(padded, cuts, widths)] for rank in range(axis.size)
+    ]
+    sent = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+    mine = sent.new_empty((1, sent.shape[1]))
+    if sent.shape[1]:
+        start_reduce_scatter(mine, sent, axis).wait()
+    parts = mine[0].split([part.numel() for part in rows[0]])
+    return [
+        _narrow(flat.view(part.shape), dim, blocks, 0, w[axis.index]).clone(memory_format=torch.contiguous_format)
+        for flat, part, (dim, blocks, _), w in zip(parts, rows[0], cuts, widths)
+    ]
+
+
 def all_to_all(x: torch.Tensor, axis: Axis, src: tuple[int, int], dst: tuple[int, int], size: int) -> torch.Tensor:
     """Turns a shard of one dim into a shard of another: ``src`` and ``dst`` are (dim, blocks), and their dims differ.
 

@@ -19,7 +19,7 @@ from autoshard.placement import local_shape, parse_layout
 from autoshard.runtime.axis import Axis
 from autoshard.runtime.pieces import take
 from autoshard.runtime.random import Streams
-from autoshard.runtime.regather import Regather
+from autoshard.runtime.regather import Regather, Weight
 from autoshard.runtime.world import World
 from autoshard.runtime.zero import Rounded, Shard
 from autoshard.schedule import schedule_of
@@ -217,7 +217,11 @@ class StageModule(nn.Module):
 
     def gather(self, piece: torch.Tensor, text: str, axis: Axis, size: int) -> torch.Tensor:
         """``rt.convert`` of a weight of ZeRO level 3 to a whole one, which is not kept for backward: there it is gathered again."""
-        return self._regather.gather(piece, text, axis, size)
+        return self._regather.gather([(piece, text, size)], axis)[0]
+
+    def gather_all(self, *weights: Weight) -> tuple[torch.Tensor, ...]:
+        """``gather`` of several weights of one dtype over the data axis, in one collective: each (piece, "S(0) -> R*", size)."""
+        return self._regather.gather(weights, self.data)
 
     @property
     def chunks(self) -> tuple[Part, ...]:
