@@ -206,7 +206,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
                 key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), several(users[node])
                 buckets[key] += held * size
                 names[key].append(param.name)
-        seconds = optimizer_seconds(trained, cluster.device)
+        seconds = optimizer_seconds(trained, cluster.device, mixed=wide)
         for (zero, axes, tied), nbytes in buckets.items():
             syncs = weight_sync(nbytes, axes, zero, mesh, cluster)
             if tied:
@@ -295,7 +295,8 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, who
     }
     plan.breakdown["bubble"] = max(0.0, plan.step_seconds - sum(plan.breakdown.values()))
     trained = sum(prod(q.shape) for q in program.params.values() if q.requires_grad)
-    plan.one_device_seconds = whole_seconds + optimizer_seconds(trained, cluster.device)
+    wide = sum(prod(q.shape) for q in program.params.values() if q.master is not None)
+    plan.one_device_seconds = whole_seconds + optimizer_seconds(trained, cluster.device, mixed=wide)
     plan.efficiency = plan.one_device_seconds / (mesh.size * plan.step_seconds) if plan.step_seconds else 0.0
 
 

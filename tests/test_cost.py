@@ -337,6 +337,7 @@ def test_no_strategy_beats_perfect_division_nor_loses_to_replication(sizes, shar
 
 def test_optimizer_step():
     assert optimizer_seconds(10, DEVICE) == pytest.approx(280 / 10 + 0.5)
+    assert optimizer_seconds(10, DEVICE, mixed=5) == pytest.approx(340 / 10 + 0.5)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------------

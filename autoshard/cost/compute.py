@@ -67,13 +67,13 @@ def roofline_seconds(flops: float, nbytes: float, dtype: str, device: Device, ke
     return max(flops / device.flops(dtype), nbytes / device.memory_rate) + kernels * device.launch
 
 
-def optimizer_seconds(elements: float, device: Device, itemsize: int = 4) -> float:
+def optimizer_seconds(elements: float, device: Device, itemsize: int = 4, mixed: float = 0.0) -> float:
     """Seconds of one Adam step on ``elements`` parameters of a rank; ``itemsize``: of the optimizer's own values.
 
-    Bound by memory: parameter, gradient and two moments are read, parameter and moments written, 7 values an element. In mixed precision
-    the gradient is 2 bytes, and 2 more are written for the low-precision parameter: 28 bytes an element too.
+    Bound by memory: parameter, gradient and two moments are read, parameter and moments written, 7 values an element: 28 bytes. Of the
+    elements in ``mixed`` precision the gradient is made fp32 before (2 bytes read, 4 written), and the master rounded behind (4 and 2).
     """
-    return roofline_seconds(0.0, 7 * itemsize * elements, "fp32", device)
+    return roofline_seconds(0.0, 7 * itemsize * elements + 12 * mixed, "fp32", device)
 
 
 def dtype_name(dtype) -> str:
