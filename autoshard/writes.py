@@ -36,7 +36,7 @@ def detach_in_place(graph: fx.Graph) -> None:
 
 
 def refuse_hidden_writes(exported, trainable: set[str]) -> None:
-    """Refuse to write to a value with a gradient through ``detach()``, or under ``no_grad``.
+    """Refuse to write to a value with a gradient through ``detach()``, or under ``no_grad``; and to a tensor that is no buffer.
 
     torch leaves the value's gradient as if nothing had been written; in a functional graph what was written has no gradient at all.
 
@@ -46,6 +46,7 @@ def refuse_hidden_writes(exported, trainable: set[str]) -> None:
     owner: dict[fx.Node, fx.Node] = {}  # of a view, the value that it looks at
     hidden: set[fx.Node] = set()  # views behind a detach
     learns: set[fx.Node] = set()  # owners with a gradient
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
     names = {node: target.removeprefix("model.") for node, target in exported.graph_signature.inputs_to_parameters.items()}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
@@ -60,6 +61,11 @@ def refuse_hidden_writes(exported, trainable: set[str]) -> None:
         if seen in hidden or (seen is not node and node.target is aten.detach.default):
             hidden.add(node)
         for written in _written(node):
+            if owner[written].name in constants:
+                name = constants[owner[written].name].removeprefix("model.")
+                shown = "a tensor" if name.startswith("lifted_tensor") else f"the attribute {name!r}, a tensor"
+                hint = "make it one: self.register_buffer(...)"
+                raise CaptureError(f"forward changes {shown} that is no buffer", where=place(node) or None, hint=hint)
             if written in hidden and owner[written] in learns and owner[written].op != "placeholder":
                 raise CaptureError(
                     f"forward changes a value in place where autograd does not see it ({node.target.name().partition('.')[0]})",

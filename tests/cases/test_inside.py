@@ -23,6 +23,7 @@ class Model(nn.Module):
         self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("mean", torch.zeros(8))
+        self.offset = torch.zeros(8)
 
     def forward(self, x):
         return self.function(self, x).pow(2).mean()
@@ -311,6 +312,11 @@ def counter_in_an_attribute(m, x):
     return m.last(m.first(x)) * m.calls
 
 
+def tensor_that_is_no_buffer(m, x):
+    m.offset.add_(1)
+    return m.last(m.first(x)) + m.offset
+
+
 def buffer_of_another_shape(m, x):
     m.mean = m.first(x).detach()
     return m.last(m.first(x))
@@ -325,6 +331,7 @@ REFUSED = [
     (condition, "uses the operator 'cond' inside forward"),
     (state_in_an_attribute, "reads what it left behind the time before, in 'inner.state'"),
     (counter_in_an_attribute, "reads what it left behind the time before, in 'inner.calls'"),
+    (tensor_that_is_no_buffer, "changes the attribute 'inner.offset', a tensor that is no buffer"),
     (buffer_of_another_shape, "replaces the buffer 'inner.mean'"),
 ]
 
