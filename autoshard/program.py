@@ -18,6 +18,7 @@ Facts live in ``node.meta``:
 from __future__ import annotations
 
 import copy
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,29 +125,54 @@ def passes_grad(node: fx.Node) -> bool:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    import operator
-
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of an op in argument order (args, then kwargs); a value used twice is listed twice."""
     found: list[fx.Node] = []
+    _tensors_of(node.args, found)
+    if node.kwargs:
+        _tensors_of(node.kwargs.values(), found)
+    return found
 
-    def visit(arg):
+
+def _tensors_of(arguments, found: list[fx.Node]) -> None:
+    for arg in arguments:
         if isinstance(arg, fx.Node):
             if isinstance(arg.meta.get("val"), torch.Tensor) or is_getitem(arg):
                 found.append(arg)
         elif isinstance(arg, (tuple, list)):
-            for a in arg:
-                visit(a)
+            _tensors_of(arg, found)
         elif isinstance(arg, dict):
-            for a in arg.values():
-                visit(a)
+            _tensors_of(arg.values(), found)
 
-    visit(node.args)
-    visit(node.kwargs)
-    return found
+
+def likeness(node: fx.Node) -> tuple:
+    """Hashable, and equal for ops that differ only in which values they read: same op, constants, shapes, dtypes, gradients."""
+    read: list[fx.Node] = []
+    args, kwargs = _constants(node.args, read), _constants(node.kwargs, read) if node.kwargs else ()
+    return node.target, args, kwargs, facts(node), tuple(map(facts, read))
+
+
+def facts(node: fx.Node) -> tuple:
+    """What is known of a value: shapes, dtypes, and whether a gradient flows through it."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return tuple(val.shape), val.dtype, node.meta.get("grad")
+    return tuple((tuple(t.shape), t.dtype) for t in tensors(val)), node.meta.get("grad")
+
+
+def _constants(argument: Any, read: list[fx.Node]) -> Any:
+    """An argument with every value replaced by a mark, and added to ``read``."""
+    if isinstance(argument, fx.Node):
+        read.append(argument)
+        return "%"
+    if isinstance(argument, (list, tuple)):
+        return tuple([_constants(a, read) for a in argument])
+    if isinstance(argument, dict):
+        return tuple([(k, _constants(argument[k], read)) for k in sorted(argument)])
+    return type(argument), repr(argument)
 
 
 def op_kind(node: fx.Node) -> str:
