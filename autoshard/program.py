@@ -17,7 +17,6 @@ Facts live in ``node.meta``:
 
 from __future__ import annotations
 
-import copy
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,11 +77,8 @@ class Program:
     def copy(self) -> Program:
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(self.graph, mapping)
-        for old, new in mapping.items():
-            new.meta = copy.copy(old.meta)
-        node = graph.output(output)
-        node.meta = copy.copy(self.output.meta)
+        for old in self.graph.nodes:
+            copied_node(graph, old, mapping)
         return Program(graph, dict(self.params), dict(self.inputs), self.loss, self.mesh, self.microbatches, self.updates)
 
     @property
@@ -102,6 +98,27 @@ class Program:
     @property
     def ops(self) -> list[fx.Node]:
         return [n for n in self.graph.nodes if n.op == "call_function"]
+
+
+def new_node(graph: fx.Graph, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
+    """``graph.create_node`` of an op, in half the time: that looks for symbolic numbers among all arguments, and a program has none."""
+    node = graph.create_node("call_function", target, name=name)
+    node.args = args
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
+def copied_node(graph: fx.Graph, old: fx.Node, mapping: dict[fx.Node, fx.Node], name: str | None = None) -> fx.Node:
+    """A copy of a node of another graph, its facts too; entered into ``mapping``, which has its operands."""
+    args, kwargs = fx.map_arg((old.args, old.kwargs), mapping.__getitem__)
+    if old.op == "call_function":
+        node = new_node(graph, old.target, args, kwargs, name or old.name)
+    else:
+        node = graph.create_node(old.op, old.target, args, kwargs, name=name or old.name)
+    node.meta = dict(old.meta)
+    mapping[old] = node
+    return node
 
 
 def tensors(val) -> tuple:

@@ -30,7 +30,7 @@ from autoshard import ops
 from autoshard.errors import PlanError
 from autoshard.passes.localize import local_call
 from autoshard.placement import R_STAR, P, Placement, R, S, local_shape
-from autoshard.program import Program, draws, is_getitem, operands, result_of, tensors, where
+from autoshard.program import Program, draws, is_getitem, new_node, operands, result_of, tensors, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, choices
 
@@ -328,7 +328,7 @@ class _Cut:
             self._finish(total, node, cut[0], choice.results[0])
             new = self.graph.create_node("call_function", aten.div.Tensor, (total, count), name=node.name)
         else:
-            new = self.graph.create_node("call_function", call.target, args, kwargs, name=node.name)
+            new = new_node(self.graph, call.target, args, kwargs, node.name)
         result = cut[0] if isinstance(node.meta["val"], torch.Tensor) else type(node.meta["val"])(cut)
         self._finish(new, node, result, choice.results[0])
         return new
