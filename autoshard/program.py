@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -194,7 +195,12 @@ def _constants(argument: Any, read: list[fx.Node]) -> Any:
 
 def op_kind(node: fx.Node) -> str:
     """The op's plain name, without namespace and overload: "aten.slice.Tensor" -> "slice"."""
-    parts = str(node.target).split(".")
+    return _op_kind(node.target)
+
+
+@cache
+def _op_kind(target) -> str:
+    parts = str(target).split(".")
     return parts[1].lstrip("_") if len(parts) > 1 else parts[0]
 
 
