@@ -9,7 +9,7 @@ Each row: name, pass, level that its output satisfies. Levels, each including wh
     STAGED      one program per pipeline stage
     LOCAL       shapes and arguments are the rank's own
 
-zero, insert_conversions and checkpoint_regions write on the program that they are given; the others leave it as it is.
+insert_conversions writes on the program that it is given; the others leave it as it is.
 """
 
 from __future__ import annotations

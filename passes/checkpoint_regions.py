@@ -68,19 +68,17 @@ def checkpoint_regions(program: Program, regions: Mapping[str, int], kept: Colle
     Raises:
         PlanError: there is no such op, or its result can't be kept.
     """
-    for node in program.ops:
-        node.meta.pop("region", None)
-        node.meta.pop("again", None)
-    wanted = {node: _wanted(node, regions) for node in program.ops}
+    out = program.copy() if regions else program  # without regions there is nothing to mark
+    wanted = {node: _wanted(node, regions) for node in out.ops}
     number = 0
-    for region, run in groupby(program.ops, lambda node: wanted[node]):
+    for region, run in groupby(out.ops, lambda node: wanted[node]):
         run = list(run)
         if region is not None and any(node.meta.get("grad") for node in run):
             for node in run:
                 node.meta["region"] = number
             number += 1
-    _decide(program, _kept(program, kept))
-    return program
+    _decide(out, _kept(out, kept))
+    return out
 
 
 def _wanted(node: fx.Node, regions: Mapping[str, int]) -> int | None:

@@ -26,16 +26,17 @@ from autoshard.program import Program
 
 def zero(program: Program, levels: Mapping[str, int]) -> Program:
     """``levels``: by the parameters' names; others are left alone. Nodes of weights with a level get ``zero`` and ``piece``."""
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in program.params:
-            param = program.params[node.name]
+    out = program.copy() if any(levels.values()) else program  # without levels there is nothing to mark
+    for node in out.graph.nodes:
+        if node.op == "placeholder" and node.name in out.params:
+            param = out.params[node.name]
             level = levels.get(param.name, 0)
             if level:
-                piece = cut_over_data(node.meta["layouts"][0], param.shape, program.mesh.sizes)
+                piece = cut_over_data(node.meta["layouts"][0], param.shape, out.mesh.sizes)
                 if piece is None:
                     raise PlanError(f"ZeRO level {level} of {param.name!r}: no dim of it can be cut over data", hint="make the plan again")
                 node.meta["zero"], node.meta["piece"] = level, piece
                 if level == 3:
                     node.meta["layouts"] = (piece,)
-    return program
+    return out
 
