@@ -33,22 +33,23 @@ from autoshard.program import Program, is_getitem, operands, result_of, tensors,
 
 def insert_conversions(program: Program) -> Program:
     """Nodes need ``strategy``, ``layouts`` and ``stage``; convert nodes are given ``step``, the single-axis step that they take."""
-    for node in program.graph.nodes:
+    out = program.copy()
+    for node in out.graph.nodes:
         node.meta.pop("sync", None)
-    _sync_weights(program)
+    _sync_weights(out)
     done: dict[tuple, fx.Node] = {}
-    for node in list(program.graph.nodes):
+    for node in list(out.graph.nodes):
         strategy = node.meta.get("strategy")
         if node.op == "output":
-            _convert_outputs(program, node, done)
+            _convert_outputs(out, node, done)
         elif node.op == "call_function" and not is_getitem(node) and strategy is not None:
             inputs = operands(node)
-            new = [_converted(program, x, layout, node, done) for x, layout in zip(inputs, strategy.operands)]
+            new = [_converted(out, x, layout, node, done) for x, layout in zip(inputs, strategy.operands)]
             if any(a is not b for a, b in zip(inputs, new)):
                 waiting = iter(new)
                 node.args = _swap(node.args, waiting)
                 node.kwargs = _swap(node.kwargs, waiting)
-    return program
+    return out
 
 
 def _sync_weights(program: Program) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import fx
 
-from autoshard.program import Program, copied_node
+from autoshard.program import Program
 
 
 def tidy_names(program: Program) -> Program:
@@ -16,6 +18,9 @@ def tidy_names(program: Program) -> Program:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for old in program.graph.nodes:
-        copied_node(graph, old, mapping, old.target.__name__.partition(".")[0] if old.op == "call_function" else old.name)
+        args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: mapping[n])
+        name = old.target.__name__.partition(".")[0] if old.op == "call_function" else old.name
+        node = mapping[old] = graph.create_node(old.op, old.target, args, kwargs, name=name)
+        node.meta = copy.copy(old.meta)
     program.graph = graph
     return program

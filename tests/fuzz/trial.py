@@ -30,14 +30,14 @@ from .spec import Spec
 
 STEPS = 2
 TIMEOUT = 60.0
-NUDGE = 1e-14  # fifty times rounding
+NUDGE = 50.0  # times rounding
 UNFIT = 1e-6  # a model that moves so far when it is nudged hangs on ties, and says nothing
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: "equal", "refused" (an error that is right to be raised here), "unfit" (the numbers hang on rounding), "wrong" (numbers)
-    or "broken" (any other error).
+    """kind: "equal", "refused" (an error that is right to be raised here), "unfit" (one device fails too, or the numbers hang on
+    rounding), "wrong" (numbers) or "broken" (any other error).
 
     key: what two outcomes of the same cause have in common.
     """
@@ -96,7 +96,7 @@ class Subject:
 
     @cached_property
     def unsteady(self) -> dict[tuple[str, str], float]:
-        """By (kind, name): how far a gradient, output or loss moves, relative to its size, if every op's result is changed by ``NUDGE``.
+        """By (kind, name): how far a gradient, output or loss moves, relative to its size, if every op's result is nudged.
 
         What cancels out, is divided by next to nothing, or hangs on which of two equal numbers is larger, can't be told any better.
         """
@@ -132,6 +132,8 @@ class Subject:
             text = str(error)
             if _right(error, text, draw, self.batch):
                 return Outcome("refused", text, _reason(text))
+            if "the one-device run failed" in text:
+                return Outcome("unfit", text, "fails on one device")
             cause = error.__cause__ or error
             head = text.split("Traceback (most recent call last)")[0].strip()
             return Outcome("broken", f"{type(error).__name__}: {head}\n{_frames(error)}", f"{type(cause).__name__} {_place(error)}")
@@ -148,11 +150,15 @@ class Subject:
 
 
 class _Nudged(TorchFunctionMode):
-    """Every floating point result is changed by about ``NUDGE``."""
+    """Every floating point result is changed by about ``NUDGE`` times the rounding of its dtype."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        return pytree.tree_map_only(torch.Tensor, lambda t: t * (1.0 + NUDGE * torch.randn_like(t)) if t.is_floating_point() else t, out)
+        return pytree.tree_map_only(torch.Tensor, _nudged, out)
+
+
+def _nudged(t: torch.Tensor) -> torch.Tensor:
+    return t * (1.0 + NUDGE * torch.finfo(t.dtype).eps * torch.randn_like(t)) if t.is_floating_point() else t
 
 
 def _say(row: Row) -> str:
