@@ -69,6 +69,7 @@ def _shared_flags() -> argparse.ArgumentParser:
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="of forward and backward (default: fp32, as the model is)")
     flags.add_argument("--zero", metavar="LEVEL", default="auto", help="ZeRO over data: 0, 1, 2, 3 or auto (default; 0 for now)")
     flags.add_argument("--recompute", metavar="WHEN", default="auto", help="layers in backward: on, off or auto (default; off for now)")
+    flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default; off for now)")
     flags.add_argument(
         "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default; 1F1B for now)"
     )
@@ -138,6 +139,7 @@ def _options(arguments: argparse.Namespace) -> dict:
     """The keyword arguments of ``autoshard.plan`` that the flags ask for; flags that were not given are left out."""
     _only(arguments.zero, "--zero", ("0", "1", "2", "3", "auto"), ())
     _only(arguments.recompute, "--recompute", ("on", "off", "auto"), ())
+    _only(arguments.offload, "--offload", ("optimizer", "off", "auto"), ())
     _only(arguments.schedule, "--schedule", (*PIPELINED, "auto"), ())
     _only(getattr(arguments, "backend", "processes"), "--backend", ("processes", "local"), ())
     given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "precision", "plan")}
@@ -148,12 +150,12 @@ def _options(arguments: argparse.Namespace) -> dict:
         raise UsageError("no mesh", hint="give --mesh data,tensor,pipeline, for example --mesh 4,2,2")
     if arguments.plan is not None:
         settled = [flag for flag in ("cluster", "memory", "microbatches", "precision", "pin") if getattr(arguments, flag)]
-        settled += [flag for flag in ("zero", "recompute", "schedule") if getattr(arguments, flag) != "auto"]
+        settled += [flag for flag in ("zero", "recompute", "schedule", "offload") if getattr(arguments, flag) != "auto"]
         if settled:
             raise UsageError(f"--{settled[0]} can't change a plan that is made", hint="leave it out, or leave --plan out")
     if arguments.zero != "auto":
         options["zero"] = int(arguments.zero)
-    for name in ("recompute", "schedule"):
+    for name in ("recompute", "schedule", "offload"):
         if getattr(arguments, name) != "auto":
             options[name] = getattr(arguments, name)
     if arguments.pin:

@@ -71,6 +71,21 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What one device has of its node's host: a link to its memory, and a share of that memory's bandwidth (bytes a second)."""
+
+    link: Link
+    bandwidth: float
+    source: str = ""
+
+
+_PCIE4 = Link(31.5e9, 10e-6, 0.8, "PCI Express 4.0 x16, per direction; latency and efficiency usual for pinned copies")
+_PCIE5 = Link(63e9, 10e-6, 0.8, "PCI Express 5.0 x16, per direction; latency and efficiency usual for pinned copies")
+_ROME = Host(_PCIE4, 51e9, "an eighth of 2 EPYC 7742 with 8 channels of DDR4-3200 each, 204.8 GB/s a socket, AMD datasheet; DGX A100")
+_SAPPHIRE = Host(_PCIE5, 77e9, "an eighth of 2 Xeon 8480C with 8 channels of DDR5-4800 each, 307 GB/s a socket, Intel datasheet; DGX H100")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of ``node_size`` devices joined by ``intra``; each node has ``nics`` network cards, every one of them an ``inter`` link.
 
@@ -83,6 +98,7 @@ class Cluster:
     intra: Link
     inter: Link
     nics: int
+    host: Host = _ROME
 
     def __hash__(self) -> int:  # equal clusters have equal names; hashing every figure at each cached cost would be slow
         return hash(self.name)
@@ -121,6 +137,7 @@ class Cluster:
         lines += table("device", self.device, skip=("peak",))
         lines += ["", "[device.peak]", *(f"{dtype} = {peak!r}" for dtype, peak in self.device.peak.items())]
         lines += table("intra", self.intra) + table("inter", self.inter)
+        lines += table("host", self.host, skip=("link",)) + table("host.link", self.host.link)
         return "\n".join(lines) + "\n"
 
 
@@ -192,14 +209,17 @@ PRESETS: dict[str, Cluster] = {
         Cluster(
             "h100-dgx", _H100, 8, _NVLINK4,
             Link(50e9, _NETWORK_LATENCY, 0.9, "400 Gb/s NDR InfiniBand, one card a GPU, DGX H100 datasheet; efficiency assumed"),
-            nics=8,
+            nics=8, host=_SAPPHIRE,
         ),
         Cluster(
             "a100-ethernet", _A100, 8, _NVLINK3,
             Link(3.125e9, 30e-6, 0.9, "25 Gb/s Ethernet, one card a node; latency usual for TCP; efficiency assumed"),
             nics=1,
         ),
-        Cluster("cpu", _CPU, 64, _LOOPBACK, Link(1.25e9, 150e-6, 0.9, "10 Gb/s Ethernet, nominal; latency as on loopback"), nics=1),
+        Cluster(
+            "cpu", _CPU, 64, _LOOPBACK, Link(1.25e9, 150e-6, 0.9, "10 Gb/s Ethernet, nominal; latency as on loopback"),
+            nics=1, host=Host(Link(11.5e9, 1e-6, 1.0, "the device's own memory"), 11.5e9, "the device's own memory"),
+        ),
     )
 }  # fmt: skip
 """By name. "cpu" is one node of up to 64 processes on one machine over gloo; its figures are indicative."""
@@ -278,11 +298,11 @@ def _read_toml(path: Path) -> Cluster:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"can't read the cluster file {str(path)!r}: {error}") from None
 
-    def link(name: str) -> Link:
-        table = _Table(path, f"{name}.", top.take(name), "bandwidth latency efficiency source")
+    def link(name: str, data=None) -> Link:
+        table = _Table(path, f"{name}.", top.take(name) if data is None else data, "bandwidth latency efficiency source")
         return Link(table.number("bandwidth"), table.number("latency"), table.number("efficiency", 1.0, most=1), table.text("source", ""))
 
-    top = _Table(path, "", data, "name node_size nics device intra inter")
+    top = _Table(path, "", data, "name node_size nics device intra inter host")
     name, node_size = top.text("name", path.stem), top.number("node_size", whole=True)
     table = _Table(path, "device.", top.take("device"), " ".join(f.name for f in fields(Device)))
     peaks = _Table(path, "device.peak.", table.take("peak"), " ".join(DTYPES))
@@ -296,4 +316,8 @@ def _read_toml(path: Path) -> Cluster:
         memory_efficiency=table.number("memory_efficiency", Device.memory_efficiency, most=1),
         source=table.text("source", ""),
     )
-    return Cluster(name, device, node_size, link("intra"), link("inter"), top.number("nics", node_size, whole=True))
+    host = Cluster.host
+    if "host" in top.data:
+        table = _Table(path, "host.", top.take("host"), "link bandwidth source")
+        host = Host(link("host.link", table.take("link")), table.number("bandwidth"), table.text("source", ""))
+    return Cluster(name, device, node_size, link("intra"), link("inter"), top.number("nics", node_size, whole=True), host)

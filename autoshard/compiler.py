@@ -48,6 +48,7 @@ def plan(
     zero: int | str = "auto",
     recompute: str = "auto",
     schedule: str = "auto",
+    offload: str = "auto",
     precision: str = "fp32",
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
@@ -69,6 +70,8 @@ def plan(
         recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto" is "off" for now.
         schedule: of the pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", the last three with two
             stages a rank. "auto" is "1F1B" for now.
+        offload: "optimizer": all trained parameters are updated on the host, and what the optimizer keeps of them is in its memory; "off".
+            "auto" is "off" for now.
         precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
             whose trained parameters the optimizer has an fp32 master each.
         loss_fn: ``loss_fn(output, batch)`` -> scalar, if the model does not return its loss.
@@ -78,7 +81,7 @@ def plan(
         AutoshardError: no plan; it says what is in the way.
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims, precision)
-    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute, schedule)
+    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute, schedule, offload)
 
 
 def compile(
@@ -115,7 +118,7 @@ def compile(
 
 def _defaults(options: dict) -> dict:
     known = {"cluster": None, "memory": None, "microbatches": None, "pin": None}
-    known.update(dict.fromkeys(("zero", "recompute", "schedule"), "auto"))
+    known.update(dict.fromkeys(("zero", "recompute", "schedule", "offload"), "auto"))
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(f"compile() got unexpected arguments {', '.join(unknown)}")
@@ -126,8 +129,10 @@ def _title(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute, schedule) -> Plan:
+def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute, schedule, offload) -> Plan:
     """Capture -> the best plan over the numbers of micro-batches."""
+    if offload not in ("optimizer", "off", "auto"):
+        raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
     saving = Saving.of(zero, recompute)
     placed = default_schedule(mesh) if schedule == "auto" else schedule_of(schedule)
     program = passes.run("canonicalize", captured.program)
@@ -140,7 +145,8 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
         if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
             break
         try:
-            found = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), saving=saving, schedule=placed)
+            common = {"saving": saving, "schedule": placed, "offload": offload == "optimizer"}
+            found = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), **common)
         except PlanError as error:
             if microbatches is not None or mesh.pipeline == 1:
                 raise
@@ -158,8 +164,10 @@ def default_schedule(mesh: Mesh) -> Schedule:
     return SCHEDULES["1F1B" if mesh.pipeline > 1 else "none"]
 
 
-def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None) -> Plan:
-    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank."""
+def plan_for(
+    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
+) -> Plan:
+    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
     start_time = time.perf_counter()
     schedule = schedule or default_schedule(mesh)
     schedule.check(m, mesh.pipeline, schedule.chunks)
@@ -169,6 +177,7 @@ def plan_for(captured, program: Program, title, mesh, cluster, limit, m, pins, s
     strategies, stages = record(decision)
     plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver, schedule.name, schedule.chunks)
     plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
+    plan.offload = sorted(param.name for param in program.params.values() if param.requires_grad) if offload else []
     predict(plan, convert(cut.program, decision), cluster)
     logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
     plan.solver["plan_seconds"] = time.perf_counter() - start_time
@@ -314,6 +323,7 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
             prologue=rewritten.cut.prologue,
             extras=rewritten.cut.extras,
             checks=rewritten.checks,
+            offload=frozenset(plan.offload),
             holders=holders | everywhere,
             unused={name: p for name, p in unused.items() if index == 0 or name in everywhere},
         )

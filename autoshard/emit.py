@@ -40,6 +40,7 @@ class RankProgram:
 
     wholes: the stages' programs with global (micro-batch) shapes. last: the last stage's, likewise.
     holders: parameter placeholder -> the places along the pipeline that hold it. unused: parameters that no stage reads, kept on the first.
+    offload: names of parameters that the optimizer updates on the host.
     """
 
     title: str
@@ -52,6 +53,7 @@ class RankProgram:
     prologue: Program | None
     extras: tuple[Extra, ...]
     checks: IdChecks
+    offload: frozenset[str]
     holders: dict[str, tuple[int, ...]]
     unused: dict[str, Param]
 
@@ -138,6 +140,8 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
             parts.append(f"zero={node.meta['zero']}")
         if param.master is not None:
             parts.append(f"master={literal(param.master)}")
+        if param.name in rank.offload:
+            parts.append("offload=True")
         lines.append(f'        "{names[placeholder]}": rt.Param({", ".join(parts)}),')
     lines.append("    }")
     lines += _declare_inputs(rank, nodes)

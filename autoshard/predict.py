@@ -15,7 +15,7 @@ from torch import fx
 from autoshard import ops
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, together, weight_sync
-from autoshard.cost.compute import op_costs, optimizer_seconds, region_inputs, results
+from autoshard.cost.compute import offloaded_seconds, op_costs, optimizer_seconds, region_inputs, results
 from autoshard.cost.memory import rank_memory, saved_bytes, state_bytes, transient_bytes
 from autoshard.cost.pipeline import StageTime, bubble_share, in_flight, step_seconds
 from autoshard.errors import InfeasibleError
@@ -188,7 +188,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
         states, elements = [], 0
         buckets: dict[tuple[int, tuple[str, ...], bool], float] = defaultdict(float)
         names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
-        trained = wide = 0
+        trained = wide = seconds = 0.0
         for node in here:
             param = program.params[node.name]
             layout, zero = stored_layout(node), node.meta.get("zero", 0)
@@ -198,15 +198,21 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
             size = node.meta["val"].element_size()
             mixed = param.master is not None
             states.append(state_bytes(whole, size, mixed, zero, whole / piece, param.requires_grad))
+            offloaded = param.name in plan.offload
+            if offloaded:
+                states[-1]["optimizer"] = 0.0
             elements += held
             plan.params[param.name] = format_layout(layout)
             if param.requires_grad:
-                trained += piece
-                wide += mixed * piece
+                if offloaded:
+                    seconds += offloaded_seconds(piece, size, cluster)
+                else:
+                    trained += piece
+                    wide += mixed * piece
                 key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), several(users[node])
                 buckets[key] += held * size
                 names[key].append(param.name)
-        seconds = optimizer_seconds(trained, cluster.device, mixed=wide)
+        seconds += optimizer_seconds(trained, cluster.device, mixed=wide) if trained else 0.0
         for (zero, axes, tied), nbytes in buckets.items():
             syncs = weight_sync(nbytes, axes, zero, mesh, cluster)
             if tied:

@@ -80,13 +80,14 @@ class Case:
     def reference(self) -> Reference:
         return Reference(self.model, self.batch, steps=self.steps, backend="local")
 
-    def plan(self, mesh, zero=0, recompute="off", microbatches=None, schedule=None):
+    def plan(self, mesh, zero=0, recompute="off", microbatches=None, schedule=None, offload=False):
         mesh = Mesh.of(mesh)
         self.program.mesh = mesh
         m = microbatches or (4 if mesh.pipeline > 1 else 1)
         saving, placed = Saving.of(zero, recompute), schedule and SCHEDULES[schedule]
         cluster = Cluster.of("a100-dgx")
-        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, saving=saving, schedule=placed)
+        common = {"saving": saving, "schedule": placed, "offload": offload}
+        return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, **common)
 
     def priced(self, plan):
         """The plan, predicted anew after something of it was changed."""

@@ -76,6 +76,18 @@ def optimizer_seconds(elements: float, device: Device, itemsize: int = 4, mixed:
     return roofline_seconds(0.0, 7 * itemsize * elements + 12 * mixed, "fp32", device)
 
 
+def offloaded_seconds(elements: float, itemsize: int, cluster: Cluster) -> float:
+    """Seconds of one Adam step on the host.
+
+    Gradients go there and weights come back, ``itemsize`` bytes an element each; the step moves 28 bytes an element through the host's
+    memory, as ``optimizer_seconds`` says. One after the other.
+    """
+    if not elements:
+        return 0.0
+    link = cluster.host.link
+    return 2 * (link.latency + elements * itemsize / link.rate) + 28 * elements / cluster.host.bandwidth
+
+
 def dtype_name(dtype) -> str:
     """The name by which ``Device.peak`` knows a torch dtype; fp32 for all that it does not list."""
     return {"torch.float64": "fp64", "torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "fp32")

@@ -70,6 +70,7 @@ class Plan:
 
     strategies: node -> choice names on (data, tensor). stages: node -> stage. params: original name -> layout text.
     zero: original name of a parameter -> its ZeRO level. regions: node -> number of the region, computed again in backward, that it is in.
+    offload: original names of parameters whose optimizer state, and what it updates, is in the host's memory.
     chunks: stages that a rank holds; ``stages`` counts to pipeline times chunks, and ``schedule`` says who holds which.
     kept: what is not computed again in regions: nodes, and conversions as "node->[R, S(1)]", the value and how it lies then.
     """
@@ -87,6 +88,7 @@ class Plan:
     regions: dict[str, int] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     chunks: int = 1
+    offload: list[str] = field(default_factory=list)
     model: str = ""
     parameter_count: int = 0
     samples: int = 0  # global batch

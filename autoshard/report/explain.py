@@ -267,6 +267,8 @@ def memory(plan: Plan) -> list[Part]:
         but = f", but for {_plural(len(plan.kept), 'kept value')}" if plan.kept else ""
         ops = _plural(len(plan.regions), "op")
         out.append(Line(f"backward computes {_plural(regions, 'region')} of {ops} again from their inputs{but}"))
+    if plan.offload:
+        out.append(Line(f"the optimizer updates {_plural(len(plan.offload), 'parameter')} on the host, and keeps its state there"))
     if not limit:
         return [*out, Line(f"peak {size(peak)} (estimate), no limit given")]
     verdict = "fits" if peak <= limit else f"DOES NOT FIT, {size(peak - limit)} too much"

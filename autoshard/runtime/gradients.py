@@ -243,8 +243,8 @@ def sum_over_stages(entries: Iterable[tuple[torch.nn.Parameter, torch.dtype, dis
     """
     together: dict[tuple, list[torch.nn.Parameter]] = {}
     for param, dtype, group in entries:
-        together.setdefault((group, dtype), []).append(param)
-    for (group, dtype), params in together.items():
+        together.setdefault((group, dtype, param.device), []).append(param)
+    for (group, dtype, _), params in together.items():
         has = torch.tensor([p.grad is not None for p in params], dtype=dtype, device=params[0].device)
         for p in params:
             if p.grad is None:

@@ -86,7 +86,9 @@ class Masters:
             p.grad = self.true(gradient, p.dtype)
         if not self.scaled:
             return
-        bad = torch.stack([~p.grad.isfinite().all() for p in self._aside] or [torch.tensor(False, device=self.world.device)]).any().float()
+        device = self.world.device
+        bad = [~p.grad.isfinite().all().to(device) for p in self._aside] or [torch.tensor(False, device=device)]
+        bad = torch.stack(bad).any().float()
         if self.world.mesh.size > 1:
             dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.world.everyone)
         self.skipped, self._stepped = bool(bad), True

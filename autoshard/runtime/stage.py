@@ -35,6 +35,7 @@ class Param:
     zero: its ZeRO level. From 1 on ``layout`` cuts it along data: so lies the piece that the optimizer updates. At levels 1 and 2 forward
         reads it whole along data; at level 3 it reads the piece, and gathers it itself.
     master: the dtype in which the optimizer updates it, if that is not ``dtype``, in which forward reads it.
+    offload: what the optimizer updates, and keeps of it, is in the host's memory.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class Param:
     stages: tuple[int, ...] = (0,)
     zero: int = 0
     master: torch.dtype | None = None
+    offload: bool = False
 
     @property
     def name(self) -> str:
@@ -173,9 +175,9 @@ class StageModule(nn.Module):
                 continue
             shape = local_shape(param.shape, parse_layout(param.layout), world.mesh.sizes, world.coords)
             if param.zero in (1, 2):
-                self.shards[attribute] = Shard(param.shape, param.layout, param.dtype, param.master, world)
-            elif param.master is not None:
-                self.shards[attribute] = Rounded(shape, param.dtype, param.master, world)
+                self.shards[attribute] = Shard(param.shape, param.layout, param.dtype, param.master, world, param.offload)
+            elif param.master is not None or param.offload:
+                self.shards[attribute] = Rounded(shape, param.dtype, param.kept, world, param.offload)
             if attribute in self.shards:
                 setattr(self, attribute, self.shards[attribute].whole)
                 continue

@@ -35,7 +35,7 @@ def gather_one(stage: StageModule, param: Param, piece: torch.Tensor | None, dty
     """
     world = stage.world
     if stage.stage in param.stages:
-        out = whole(piece.detach(), parse_layout(param.layout), param.shape, world)
+        out = whole(piece.detach().to(world.device), parse_layout(param.layout), param.shape, world)
     else:
         out = torch.empty(param.shape, dtype=dtype or param.dtype, device=world.device)
     if world.mesh.pipeline > len(param.stages):

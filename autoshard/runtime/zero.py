@@ -1,7 +1,8 @@
 """Weights of which forward reads something else than the optimizer updates.
 
 Under ZeRO levels 1 and 2 forward reads them whole, and the optimizer updates pieces over the data axis. (A weight of level 3 is stored in
-pieces only; see ``regather``.) In mixed precision forward reads them rounded, and the optimizer updates masters in fp32.
+pieces only; see ``regather``.) In mixed precision forward reads them rounded, and the optimizer updates masters in fp32. Offloaded, what
+the optimizer updates, its gradient then, and all that the optimizer keeps of it are in the host's memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GATHER_BYTES = 25 * 2**20
 
 
 class Rounded:
-    """A weight of lower precision.
+    """A weight of lower precision, or one that is offloaded.
 
     whole: what forward reads, and where backward leaves the gradient: a leaf.
     piece: the parameter that the user's optimizer sees: the master of ``whole``. Its gradient stays in the lower precision.
@@ -27,13 +28,14 @@ class Rounded:
     Args:
         shape: of what this rank holds.
         master: dtype of the master.
+        offload: the master is in the host's memory, pinned where the device is another.
     """
 
     cut = False
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, master: torch.dtype, world: World):
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, master: torch.dtype, world: World, offload: bool = False):
         self.whole = torch.empty(shape, dtype=dtype, device=world.device, requires_grad=True)
-        self.piece = nn.Parameter(torch.empty(shape, dtype=master, device=world.device))
+        self.piece = nn.Parameter(_empty(shape, master, world, offload))
         self._follow()
 
     def _follow(self) -> None:
@@ -51,14 +53,15 @@ class Rounded:
         return x
 
     def hand_over(self, gradient: torch.Tensor) -> None:
-        """Add a gradient of the piece to what the piece has."""
+        """Add a gradient of the piece to what the piece has, where the piece is."""
+        gradient = gradient.to(self.piece.device)
         self.piece.grad = gradient if self.piece.grad is None else self.piece.grad.add_(gradient)
 
 
 class Shard(Rounded):
     """A weight of ZeRO level 1 or 2.
 
-    whole: cut over the tensor axis only. piece: this rank's part of it over data; without a master, and where memory allows it, a view.
+    whole: cut over the tensor axis only. piece: this rank's part of it over data; where nothing stands against it, a view.
 
     Args:
         shape: of the weight, global.
@@ -67,7 +70,9 @@ class Shard(Rounded):
 
     cut = True
 
-    def __init__(self, shape: tuple[int, ...], layout: str, dtype: torch.dtype, master: torch.dtype | None, world: World):
+    def __init__(
+        self, shape: tuple[int, ...], layout: str, dtype: torch.dtype, master: torch.dtype | None, world: World, offload: bool = False
+    ):
         data, tensor = parse_layout(layout)
         sizes = world.mesh.sizes
         self.axis = world.data
@@ -76,8 +81,8 @@ class Shard(Rounded):
         self.whole = torch.empty(local, dtype=dtype, device=world.device, requires_grad=True)
         self.widths = collectives.widths_of(local[self.dim] // self.blocks, self.axis.size)
         mine = self.part(self.whole.detach(), self.axis.index)
-        self.is_view = self.blocks == 1 and master is None
-        self.piece = nn.Parameter(mine if self.is_view else mine.to(master or dtype).reshape(self.piece_shape(self.axis.index)))
+        self.is_view = self.blocks == 1 and master is None and not offload
+        self.piece = nn.Parameter(mine if self.is_view else _empty(self.piece_shape(self.axis.index), master or dtype, world, offload))
         self._follow()
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -101,6 +106,12 @@ class Shard(Rounded):
     def room(self) -> int:
         """Elements of the largest piece: the first, as torch.chunk cuts."""
         return self.whole.numel() // self.whole.shape[self.dim] * self.blocks * self.widths[0]
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, world: World, offload: bool) -> torch.Tensor:
+    if not offload:
+        return torch.empty(shape, dtype=dtype, device=world.device)
+    return torch.empty(shape, dtype=dtype, pin_memory=world.device.type == "cuda")
 
 
 class Slots:
