@@ -19,10 +19,10 @@ steps by 1e-3 in those parameters, and by 1e-4 in the gradients of the others, w
   is rounding that Adam has amplified. The loss of every step must still agree with the independent run.
 
 In bfloat16 and float16 a model's own rounding is no small matter: it depends on the model how far two correct runs are apart, and 16 eps of
-the largest gradient would hide whole tensors. So the model is also run in float32, at the same (rounded) parameters, and an output or
-gradient may differ from one device's by
+the largest gradient would hide whole tensors. So the model is also run in float32, at the same (rounded) parameters, and twice with all of
+its parameters moved by one rounding step. An output or gradient may differ from one device's by
 
-    max(4 eps |one device|, 3 |one device - float32|, for gradients eps G)        |x| the largest absolute value, eps of the lower precision
+    max(4 eps |one device|, 3 |one device - each of these|, for gradients eps G)     |x| the largest absolute value, eps of the low dtype
 
 where the rule for gradients that are nothing but rounding is not applied. Under ``precision=`` the optimizer's fp32 masters are the
 parameters that are compared, with float32's tolerance: what AdamW makes of the sharded run's own gradients, rounded or not, is exact.
@@ -47,7 +47,7 @@ ROUNDING = 16
 
 
 SPREAD = 3
-"""How many times its own error in lower precision one device may be away from a sharded run: two such errors, and chance."""
+"""How many times as far as from runs nearby one device may be from a sharded run, in lower precision: two roundings, and chance."""
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -133,20 +133,24 @@ def _kind(value) -> str:
     return "none" if value is None else type(value).__name__
 
 
-def allowance(want, truth, tolerance: float) -> float:
-    """The relative error that a value of lower precision may have, given what it is in float32 (None: not known)."""
-    comparable = all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in (want, truth))
-    return max(tolerance, SPREAD * relative_error(truth, want)) if comparable and want.shape == truth.shape else tolerance
+def allowance(want, nearby: list, tolerance: float) -> float:
+    """The relative error that a value of lower precision may have, given what it is in runs nearby."""
+    if not isinstance(want, torch.Tensor) or not want.is_floating_point():
+        return tolerance
+    errors = [relative_error(t, want) for t in nearby if isinstance(t, torch.Tensor) and t.shape == want.shape]
+    return max([tolerance, *(SPREAD * error for error in errors if error < torch.inf)])
 
 
-def compare_gradients(step: int, got: dict, want: dict, tolerance: float, truth: dict | None = None) -> list[Row]:
-    """Rows for the gradients of one step, by parameter name; None is a parameter without a gradient. ``truth``: in float32."""
+def compare_gradients(step: int, got: dict, want: dict, tolerance: float, nearby: list[dict] | None = None) -> list[Row]:
+    """Rows for the gradients of one step, by parameter name; None is a parameter without a gradient. ``nearby``: those of runs nearby, of a
+    model of lower precision."""
     largest_of_all = max((largest(g) for g in want.values() if g is not None), default=0.0)
     rows = []
     for name, reference in want.items():
         gradient = got.get(name)
-        if truth is not None and reference is not None:
-            rows.append(_low_gradient(step, name, gradient, reference, truth[name], tolerance, largest_of_all))
+        if nearby is not None and reference is not None:
+            others = [found[name] for found in nearby if found[name] is not None]
+            rows.append(_low_gradient(step, name, gradient, reference, others, tolerance, largest_of_all))
             continue
         row = compare("gradient", name, step, 0, gradient, reference, tolerance)
         if not row.ok and row.error < torch.inf or reference is not None and gradient is not None and largest(reference) == 0.0:
@@ -159,15 +163,15 @@ def compare_gradients(step: int, got: dict, want: dict, tolerance: float, truth:
     return rows
 
 
-def _low_gradient(step: int, name: str, got, want: torch.Tensor, truth, tolerance: float, largest_of_all: float) -> Row:
-    own = difference(want, truth).max().item() if truth is not None and want.numel() else 0.0
+def _low_gradient(step: int, name: str, got, want: torch.Tensor, nearby: list, tolerance: float, largest_of_all: float) -> Row:
+    apart = [difference(want, other).max().item() for other in nearby if want.numel()]
     size = largest(want)
-    allowed = max(tolerance * size, SPREAD * own, tolerance / LOW * largest_of_all)
+    allowed = max(tolerance * size, tolerance / LOW * largest_of_all, *(SPREAD * error for error in apart if error < torch.inf))
     row = compare("gradient", name, step, 0, got, want, tolerance)
     if row.ok or row.note:
         return row
     if size:
-        return replace(row, allowed=allowed / size, note="as far as one device is from fp32")
+        return replace(row, allowed=allowed / size, note="given how far rounding moves it on one device")
     error = largest(got) / largest_of_all if largest_of_all else torch.inf
     return replace(row, error=error, allowed=tolerance / LOW, note="zero on one device: relative to the model's largest gradient")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -100,38 +100,68 @@ class OneDevice:
         """The model's, with the masters in place of what they are rounded to."""
         return {**self.model.state_dict(), **{name: p.detach() for name, p in self.masters.items()}}
 
-    def gradients(self, batch: Any, scale: float) -> dict[str, torch.Tensor | None] | None:
+    def gradients(self, batch: Any, scale: float) -> Gradients | None:
         """The gradients of the masters at the model's present parameters, computed from the loss times ``scale``; None without a loss."""
-        self.model.zero_grad()
-        loss = loss_of(self.run(batch), self.loss_fn is not None)
-        if loss is None:
-            return None
-        (loss if scale == 1.0 else loss.float() * scale).backward()
-        found = {name: p.grad for name, p in self.model.named_parameters()}
-        if scale == 1.0:
+        found = gradients_of(self.model, cast(batch, self.dtype), self.loss_fn, scale)
+        if found is None or scale == 1.0:
             return found
         return {name: g if g is None else g.to(self.masters[name].dtype) / scale for name, g in found.items()}
 
 
-class Exact:
-    """A model of lower precision in fp32, at the same parameters: how far its own rounding takes it from the truth."""
+Gradients = dict[str, torch.Tensor | None]
+
+
+def gradients_of(model: nn.Module, batch: Any, loss_fn, scale: float = 1.0) -> Gradients | None:
+    """The gradients of a model's parameters, times ``scale``; None if it returns no loss."""
+    model.zero_grad()
+    loss = loss_of(eager(model, batch, loss_fn), loss_fn is not None)
+    if loss is None:
+        return None
+    (loss if scale == 1.0 else loss.float() * scale).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+class Nearby:
+    """Runs that are as right as one device's own in lower precision, so that their distance says how much rounding matters: the model in
+    fp32 at the same parameters, and, twice, the model as it is with every parameter moved by one rounding step."""
 
     def __init__(self, one: OneDevice):
         self.one = one
-        self.model = copy.deepcopy(one.model).float()
+        self.exact, self.moved = copy.deepcopy(one.model).float(), copy.deepcopy(one.model)
 
-    def __call__(self, batch: Any) -> Any | None:
-        """What the model would return; None if its code insists on the lower precision."""
-        self.model.load_state_dict(self.one.model.state_dict())
-        self.model.zero_grad()
-        try:
-            return eager(self.model, cast(cast(batch, self.one.dtype), torch.float32), self.one.loss_fn)
-        except RuntimeError:  # of dtypes that do not fit together
-            return None
+    def _models(self):
+        """The models, and the dtype of their inputs if it is another."""
+        state = self.one.model.state_dict()
+        self.exact.load_state_dict(state)
+        yield self.exact, torch.float32
+        for seed in (1, 2):
+            self.moved.load_state_dict(state)
+            draw = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for p in self.moved.parameters():
+                    if p.is_floating_point():
+                        way = torch.randint(0, 2, p.shape, generator=draw) * 2 - 1
+                        p.mul_(1 + torch.finfo(p.dtype).eps * way.to(p.device))
+            yield self.moved, None
 
-    def gradients(self, batch: Any) -> dict[str, torch.Tensor | None] | None:
-        output = self(batch)
-        if output is None:
-            return None
-        loss_of(output, self.one.loss_fn is not None).backward()
-        return {name: p.grad for name, p in self.model.named_parameters()}
+    def _each(self, fresh: Callable[[], Any], run: Callable[[nn.Module, Any], Any]) -> list[Any]:
+        found = []
+        for model, wide in self._models():
+            try:
+                found.append(run(model, cast(cast(fresh(), self.one.dtype), wide)))
+            except RuntimeError:  # code that insists on the lower precision can't be run in fp32
+                continue
+        return found
+
+    def outputs(self, fresh: Callable[[], Any]) -> list[Any]:
+        """What each returns. ``fresh()`` gives the batch, and seeds the random numbers anew."""
+        return self._each(fresh, lambda model, batch: eager(model, batch, self.one.loss_fn))
+
+    def gradients(self, fresh: Callable[[], Any], scale: float) -> list[Gradients]:
+        """The gradients of each, without the scale."""
+
+        def run(model: nn.Module, batch: Any) -> Gradients:
+            found = gradients_of(model, batch, self.one.loss_fn, scale)
+            return {name: g if g is None else g.float() / scale for name, g in found.items()}
+
+        return self._each(fresh, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.checking.compare import Row, allowance, compare, compare_gradients, elements_over, tolerance_of
-from autoshard.checking.one_device import LEARNING_RATE, Exact, OneDevice, adamw, is_low, loss_of
+from autoshard.checking.one_device import LEARNING_RATE, Nearby, OneDevice, adamw, is_low, loss_of
 from autoshard.checking.processes import Status
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
@@ -90,16 +91,16 @@ def warm_up() -> None:
 def run_alone(trial: Trial, status: Status) -> dict:
     """Train on one device.
 
-    Loss of every step, outputs of the first (of a model of lower precision in fp32 too), parameters after the last, whether random
-    numbers were drawn.
+    Loss of every step, outputs of the first (and, of a model of lower precision, of runs nearby), parameters after the last, whether
+    random numbers were drawn.
     """
-    one, losses, leaves, exact, random = trial.one_device(), [], {}, {}, False
+    one, losses, leaves, nearby, random = trial.one_device(), [], {}, [], False
     for step in range(1, len(trial.batches) + 1):
         status(f"step {step} on one device")
         batch = trial.start_step(step)
         before = torch.get_rng_state()
         if step == 1 and is_low(one.model):
-            exact = leaves_of(Exact(one)(trial.start_step(1)))
+            nearby = [leaves_of(output) for output in Nearby(one).outputs(lambda: trial.start_step(1))]
             torch.set_rng_state(before)
         output = one.run(batch)
         random = random or not torch.equal(before, torch.get_rng_state())
@@ -111,7 +112,7 @@ def run_alone(trial: Trial, status: Status) -> dict:
         losses.append(loss.detach().clone())
         one.step(loss)
     parameters = {name: one.masters[name].detach() for name, _ in one.model.named_parameters()}
-    return {"losses": losses, "leaves": leaves, "exact": exact, "parameters": parameters, "random": random}
+    return {"losses": losses, "leaves": leaves, "nearby": nearby, "parameters": parameters, "random": random}
 
 
 def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup | None, recorder, status: Status) -> tuple[dict, int]:
@@ -194,7 +195,7 @@ def check(
         names = dict.fromkeys([*alone["leaves"], *got["leaves"]])
         for name in names:
             if name in got["leaves"] and name in alone["leaves"]:
-                allowed = allowance(alone["leaves"][name], alone["exact"].get(name), tolerance)
+                allowed = allowance(alone["leaves"][name], [leaves.get(name) for leaves in alone["nearby"]], tolerance)
                 rows.append(compare("output", name, 1, rank, got["leaves"][name], alone["leaves"][name], allowed))
             else:
                 note = "missing" if name in alone["leaves"] else "not an output of the model"
@@ -224,10 +225,10 @@ def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales
     own = dict(one.model.named_parameters())
     parameters = {name: nn.Parameter(one.masters[name].detach().clone(), p.requires_grad) for name, p in own.items()}
     near = {name: tolerance if one.masters[name] is p else tolerance_of(one.masters[name].dtype) for name, p in own.items()}
-    optimizer, exact = adamw(parameters.values()), Exact(one) if is_low(one.model) else None
+    optimizer, around = adamw(parameters.values()), Nearby(one) if is_low(one.model) else None
     for step, (got, scale) in enumerate(zip(gradients, scales), 1):
         one.model.load_state_dict(states[step - 1])
-        truth = exact.gradients(trial.start_step(step)) if exact else None
+        nearby = around.gradients(partial(trial.start_step, step), scale) if around else None
         want = one.gradients(trial.start_step(step), scale)
         if want is None:
             raise RunError("the model returned a loss once, and then none")
@@ -236,7 +237,7 @@ def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales
             note = f"{'overflowed' if skipped else 'did not overflow'} at a loss scale of {scale:g}, unlike on one device"
             rows.append(Row("gradient", "", step, 0, torch.inf, 0.0, note))
         elif not skipped:
-            rows += compare_gradients(step, got, want, tolerance, truth)
+            rows += compare_gradients(step, got, want, tolerance, nearby)
         for name, p in parameters.items():
             p.grad = None if skipped or got.get(name) is None else got[name].to(p.dtype)
         if optimizer:
