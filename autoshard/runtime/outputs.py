@@ -23,7 +23,7 @@ class Lazy:
 
     def __init__(self, stage: StageModule, spec: Output, chunks: torch.Tensor | None, ran_backward: bool):
         """``chunks``: this rank's pieces of the micro-batches, stacked in a new dim 0; None if another stage has them."""
-        self._world, self._spec, self._m, self._chunks, self._end = stage.world, spec, stage.microbatches, chunks, stage.end
+        self._world, self._spec, self._m, self._chunks, self._end = stage.world, spec, stage.microbatches, chunks, stage.last_place
         self._ran_backward = ran_backward
         self.dtype = spec.dtype
         self.shape = torch.Size(full_shape(spec, stage.microbatches))
@@ -66,7 +66,7 @@ def full_shape(spec: Output, microbatches: int) -> tuple[int, ...]:
 
 
 def from_last_stage(x: torch.Tensor, world: World, end: int) -> torch.Tensor:
-    """``x`` of the last pipeline stage, on all stages; overwrites x on the others. ``end``: the last stage's ``StageModule.end``."""
+    """``x`` of the last pipeline stage, on all stages; overwrites x on the others. ``end``: the last stage's ``StageModule.last_place``."""
     x = x.contiguous()
     dist.broadcast(x, group_src=end, group=world.pipeline)
     return x
@@ -100,7 +100,7 @@ def deliver(stage: StageModule, results: Sequence[Sequence[torch.Tensor]] | None
 
 def _loss(stage: StageModule, spec: Output, chunks: torch.Tensor | None) -> torch.Tensor:
     loss = torch.empty((), dtype=spec.dtype, device=stage.world.device) if chunks is None else _over_time(chunks, spec)
-    return from_last_stage(loss, stage.world, stage.end) if stage.world.mesh.pipeline > 1 else loss
+    return from_last_stage(loss, stage.world, stage.last_place) if stage.world.mesh.pipeline > 1 else loss
 
 
 def _over_time(stacked: torch.Tensor, spec: Output) -> torch.Tensor:

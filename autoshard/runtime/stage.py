@@ -236,7 +236,7 @@ class StageModule(nn.Module):
         return len(self.chunks) * self.world.mesh.pipeline
 
     @property
-    def end(self) -> int:
+    def last_place(self) -> int:
         """The place along the pipeline axis that holds the last stage."""
         return schedule_of(self.schedule).rank_of(self.depth - 1, self.world.mesh.pipeline)
 

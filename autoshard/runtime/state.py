@@ -102,7 +102,7 @@ def update(
         param = params[name]
         value = torch.empty(param.shape, dtype=param.dtype, device=stage.device) if value is None else value.to(param.dtype, copy=True)
         if stage.world.mesh.pipeline > 1:
-            value = from_last_stage(value, stage.world, program.end)
+            value = from_last_stage(value, stage.world, program.last_place)
         if name in attributes:
             setattr(stage, attributes[name], value)
 
