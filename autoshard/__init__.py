@@ -12,6 +12,7 @@ _PUBLIC = {
     "Mesh": "autoshard.mesh",
     "Plan": "autoshard.planning.plan",
     "compile": "autoshard.compiler",
+    "invariant_random": "autoshard.runtime.drawing",
     "plan": "autoshard.compiler",
     "load": "autoshard.runtime.checkpoint",
     "register_rule": "autoshard.rules",

@@ -37,6 +37,7 @@ class Captured:
     params: every parameter and buffer of the model, read by the graph or not.
     seconds: time that the capture took.
     loss_fn, batch_dims, precision: as they were given.
+    random_keys: how many draws of random numbers a step makes.
     """
 
     program: Program
@@ -49,6 +50,7 @@ class Captured:
     loss_fn: Callable | None = None
     batch_dims: Mapping[str, int | None] | None = None
     precision: str = "fp32"
+    random_keys: int = 0
 
 
 class Root(nn.Module):
@@ -118,7 +120,7 @@ def capture(
 
     params = model_params(model, {name: p.dtype for name, p in own.named_parameters()} if low else {})
     names = _leaf_names(args, call.signature)
-    graph, read, inputs, updates = build_graph(exported, params, names)
+    (graph, read, inputs, updates), keys = build_graph(exported, params, names)
     sizes = _batch_dims({name: tuple(node.meta["val"].shape) for name, node in inputs.items()}, batch_dims or {})
     program = Program(
         graph=graph,
@@ -132,8 +134,9 @@ def capture(
     out_spec = exported.call_spec.out_spec.child(0)
     program.loss = find_loss(program, out_spec, loss_fn is not None)
     constants = {p.name: exported.constants[_target(p.name, exported)] for p in read if p.kind == "constant"}
+    given = (loss_fn, batch_dims, precision)
     seconds = time.perf_counter() - start
-    return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, seconds, loss_fn, batch_dims, precision)
+    return Captured(program, call.signature, out_spec, call.signature.constants, constants, params, seconds, *given, keys)
 
 
 def _export(root: Root, arguments: tuple):

@@ -70,6 +70,7 @@ def _shared_flags() -> argparse.ArgumentParser:
     flags.add_argument("--zero", metavar="LEVEL", default="auto", help="ZeRO over data: 0, 1, 2, 3 or auto (default; 0 for now)")
     flags.add_argument("--recompute", metavar="WHEN", default="auto", help="layers in backward: on, off or auto (default; off for now)")
     flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default; off for now)")
+    flags.add_argument("--random", choices=("invariant", "native"), help="dropout masks: invariant to the mesh (default), or torch's own")
     flags.add_argument(
         "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default; 1F1B for now)"
     )
@@ -142,14 +143,14 @@ def _options(arguments: argparse.Namespace) -> dict:
     _only(arguments.offload, "--offload", ("optimizer", "off", "auto"), ())
     _only(arguments.schedule, "--schedule", (*PIPELINED, "auto"), ())
     _only(getattr(arguments, "backend", "processes"), "--backend", ("processes", "local"), ())
-    given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "precision", "plan")}
+    given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "precision", "random", "plan")}
     options = {name: value for name, value in given.items() if value is not None}
     if arguments.mesh is not None:
         options["mesh"] = _mesh(arguments.mesh)
     elif arguments.plan is None:
         raise UsageError("no mesh", hint="give --mesh data,tensor,pipeline, for example --mesh 4,2,2")
     if arguments.plan is not None:
-        settled = [flag for flag in ("cluster", "memory", "microbatches", "precision", "pin") if getattr(arguments, flag)]
+        settled = [flag for flag in ("cluster", "memory", "microbatches", "precision", "random", "pin") if getattr(arguments, flag)]
         settled += [flag for flag in ("zero", "recompute", "schedule", "offload") if getattr(arguments, flag) != "auto"]
         if settled:
             raise UsageError(f"--{settled[0]} can't change a plan that is made", hint="leave it out, or leave --plan out")

@@ -13,6 +13,7 @@ from torch import nn
 from autoshard import passes
 from autoshard.capture import Captured, capture
 from autoshard.cluster import Cluster, parse_bytes
+from autoshard.draws import without_keys
 from autoshard.emit import RankProgram, emit
 from autoshard.errors import MeshError, PlanError
 from autoshard.launching import Deferred, interface, load_source, one_plan_for_all, sharded_module, start, write_folder
@@ -50,6 +51,7 @@ def plan(
     schedule: str = "auto",
     offload: str = "auto",
     precision: str = "fp32",
+    random: str = "invariant",
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
 ) -> Plan:
@@ -74,6 +76,8 @@ def plan(
             "auto" is "off" for now.
         precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
             whose trained parameters the optimizer has an fp32 master each.
+        random: dropout masks and other random numbers: "invariant" to the mesh, those that one device draws in ``invariant_random``; or
+            "native", torch's own, which differ from mesh to mesh but keep its fused kernels for attention with dropout.
         loss_fn: ``loss_fn(output, batch)`` -> scalar, if the model does not return its loss.
         batch_dims: the dim that holds the batch, by input name, where it is not 0.
 
@@ -81,7 +85,7 @@ def plan(
         AutoshardError: no plan; it says what is in the way.
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims, precision)
-    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute, schedule, offload)
+    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute, schedule, offload, random)
 
 
 def compile(
@@ -110,6 +114,8 @@ def compile(
     precision = options.pop("precision", None)
     if plan is not None and precision not in (None, plan.precision):
         raise PlanError(f"the plan is for precision {plan.precision}, not {precision}", hint="make a plan for this precision")
+    if plan is not None and options.get("random") not in (None, plan.random):
+        raise PlanError(f"the plan is for random={plan.random!r}, not {options['random']!r}", hint="make a plan for these random numbers")
     captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision if plan else precision or "fp32")
     if plan is None:
         plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options)))
@@ -117,7 +123,7 @@ def compile(
 
 
 def _defaults(options: dict) -> dict:
-    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None}
+    known = {"cluster": None, "memory": None, "microbatches": None, "pin": None, "random": "invariant"}
     known.update(dict.fromkeys(("zero", "recompute", "schedule", "offload"), "auto"))
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -129,13 +135,15 @@ def _title(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute, schedule, offload) -> Plan:
+def _plan(
+    captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute, schedule, offload, random
+) -> Plan:
     """Capture -> the best plan over the numbers of micro-batches."""
     if offload not in ("optimizer", "off", "auto"):
         raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
     saving = Saving.of(zero, recompute)
     placed = default_schedule(mesh) if schedule == "auto" else schedule_of(schedule)
-    program = passes.run("canonicalize", captured.program)
+    program = without_keys(passes.run("canonicalize", captured.program), random)
     program.mesh = mesh
     cluster = Cluster.of(cluster)
     limit = parse_bytes(memory) if memory is not None else cluster.device.memory
@@ -156,6 +164,7 @@ def _plan(captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatc
             best = found
     if best is None:
         raise refused
+    best.random = random
     check_memory(best)
     return best
 
@@ -257,6 +266,7 @@ class Prepared:
     def _plan_again(self, captured: Captured, program: Program) -> Plan:
         """A plan that leaves parameters, and what the optimizer keeps of them, where they are."""
         first, mesh, cluster = self.plan, program.mesh, Cluster.of(self.cluster)
+        without_keys(program, first.random)
         pins = same_weights(self.captured, self.program, first, program)
         saving, placed = Saving(0, bool(first.regions)), schedule_of(first.schedule)
         read = {name for param in self.program.params.values() for name in param.names}
@@ -270,6 +280,7 @@ class Prepared:
             except PlanError as error:
                 refused = refused or error
                 continue
+            plan.random = first.random
             names = {param.name for param in program.params.values()}
             plan.zero = {name: level for name, level in first.zero.items() if name in names}
             return plan
@@ -286,7 +297,7 @@ def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
             f"the plan was made for another model, batch or version of autoshard (fingerprint {plan.fingerprint}, here {here})",
             hint="make a plan for this model and this batch",
         )
-    program.mesh = mesh
+    without_keys(program, plan.random).mesh = mesh
     cut = passes.run("microbatch", program, plan.microbatches)
     decision: Decision = restore(cut.program, mesh, plan.strategies, plan.stages)
     decision.zero, decision.regions, decision.kept = plan.zero, plan.regions, plan.kept
@@ -326,6 +337,7 @@ def source(captured: Captured, rewritten: Rewritten, plan: Plan, rank: int, with
             offload=frozenset(plan.offload),
             holders=holders | everywhere,
             unused={name: p for name, p in unused.items() if index == 0 or name in everywhere},
+            random_keys=captured.random_keys if plan.random == "invariant" else 0,
         )
     )
 

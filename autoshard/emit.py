@@ -12,13 +12,14 @@ import torch
 from torch import fx
 
 from autoshard import ops
+from autoshard.draws import declarations
 from autoshard.mesh import SHARDED_AXES, Mesh
 from autoshard.passes.checkpoint_regions import saves
 from autoshard.passes.cut_stages import Stage
 from autoshard.passes.id_checks import IdChecks
 from autoshard.passes.microbatch import Extra
 from autoshard.placement import R, format_layout
-from autoshard.printer import conversion_comment, expression, literal
+from autoshard.printer import ON_NUMBERS, conversion_comment, expression, literal
 from autoshard.program import Param, Program, op_kind, result_of, stored_layout
 from autoshard.runtime.stage import StageModule
 
@@ -30,7 +31,7 @@ HEAVY = {
 }
 """Ops whose sharded factor is worth a word in the comment."""
 
-OWN_NAMES = ("alike", "data", "device", "loss_scale", "recomputes", "shards", "streams", "tensor", "world")
+OWN_NAMES = ("alike", "data", "device", "keys", "loss_scale", "recomputes", "shards", "streams", "tensor", "world")
 """What a StageModule calls its own attributes, beside those of its class."""
 
 
@@ -41,6 +42,7 @@ class RankProgram:
     wholes: the stages' programs with global (micro-batch) shapes. last: the last stage's, likewise.
     holders: parameter placeholder -> the places along the pipeline that hold it. unused: parameters that no stage reads, kept on the first.
     offload: names of parameters that the optimizer updates on the host.
+    random_keys: how many keys all stages take in a step.
     """
 
     title: str
@@ -56,6 +58,7 @@ class RankProgram:
     offload: frozenset[str]
     holders: dict[str, tuple[int, ...]]
     unused: dict[str, Param]
+    random_keys: int = 0
 
     @property
     def params(self) -> dict[str, Param]:
@@ -115,7 +118,7 @@ def _attribute_names(params: dict[str, Param]) -> dict[str, str]:
     for placeholder, param in params.items():
         name = param.name.replace(".", "_")
         name = name if name.isidentifier() and not iskeyword(name) else f"p_{name}"
-        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name) or re.fullmatch(r"(layer|forward)_[\d_]+", name):
+        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name) or re.fullmatch(r"(layer|forward)(_\d+)+", name):
             name += "_"
         names[placeholder] = name
     return names
@@ -146,6 +149,11 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
     lines.append("    }")
     lines += _declare_inputs(rank, nodes)
     lines += _declare_values(rank, nodes)
+    if rank.random_keys:
+        lines.append(f"    random_keys = {rank.random_keys}")
+        programs = [stage.program for stage in rank.stages] + [rank.prologue] * (rank.prologue is not None)
+        draws = declarations(node for program in programs for node in program.ops)
+        lines += ["    draws = {", *(f"        {draw}," for draw in draws), "    }"] if draws else []
     return lines
 
 
@@ -381,7 +389,9 @@ def _body(items: list[_Item], keep: set[fx.Node], comments: bool) -> list[str]:
 
 def _line(node: fx.Node, comments: bool) -> str:
     text = f"        {node.name} = {expression(node)}"
-    if "cut_along" in node.meta and node.target is not aten.dropout.default:
+    if "draw" in node.meta and node.target not in ON_NUMBERS:
+        text = f"        with self.drawing({literal(node.meta['draw_name'])}):\n    {text}"
+    elif "cut_along" in node.meta and node.target is not aten.dropout.default:
         text = f"        with self.random({literal(node.meta['cut_along'])}):\n    {text}"
     if not comments:
         return text

@@ -11,6 +11,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from autoshard.draws import keys_of, number_draws
 from autoshard.errors import CaptureError
 from autoshard.origin import inner_place, module_path, place, source_line
 from autoshard.program import Param, has_grad, tensors
@@ -21,11 +22,11 @@ aten = torch.ops.aten
 TAKEN = ("self", "torch", "F", "rt")
 """Names that mean something in emitted code."""
 
-Built = tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node], tuple[str, ...]]
+Flat = tuple[fx.Graph, dict[Param, fx.Node], dict[str, fx.Node], tuple[str, ...]]
 """A graph, the placeholders of the params that it reads, those of its inputs by name, and the buffers that forward changes."""
 
 
-def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> Built:
+def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> tuple[Flat, int]:
     """The graph of a Program from what torch.export made.
 
     Args:
@@ -33,8 +34,7 @@ def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple]
         leaf_name: name of an input from its pytree path in the traced root's arguments.
 
     Returns:
-        The graph, the placeholders of the params that it reads (constants included), those of all tensor inputs by name, and the names of
-        the buffers that forward changes.
+        The flat graph (constants are params that it reads too), and how many draws of random numbers a step makes.
 
     Raises:
         CaptureError: sizes that depend on data, mutated parameters or inputs, regions that are not supported.
@@ -44,13 +44,16 @@ def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple]
     refuse_instance_statistics(exported)
     detach_in_place(exported.graph)
     refuse_hidden_writes(exported, {name for param in params if param.requires_grad for name in param.names})
-    if any(is_mutating(node) or keeps_statistics(node) or is_vectorised(node) for node in exported.graph.nodes):
+    taken_apart = any(is_mutating(node) or keeps_statistics(node) or is_vectorised(node) for node in exported.graph.nodes)
+    keys, total = keys_of(exported.graph, read_only=taken_apart)
+    if taken_apart:
         with quiet():
             exported = exported.run_decompositions({})
         refuse_mutation(exported, leaf_name)
     graph, read, inputs, updates = flatten(exported, params, leaf_name)
     annotate(graph, read)
-    return graph, read, inputs, updates
+    number_draws(graph, keys)
+    return (graph, read, inputs, updates), total
 
 
 # --- regions -----------------------------------------------------------------------------------------------------------
@@ -177,7 +180,7 @@ def mutated(kind: str, target: str, where: str) -> CaptureError:
 # --- one flat graph --------------------------------------------------------------------------------------------------------
 
 
-def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> Built:
+def flatten(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple], str]) -> Flat:
     """A new graph: one placeholder per param that is read and per tensor input, ops, one flat output."""
     by_name = {name: param for param in params for name in param.names}
     source = exported.graph

@@ -103,6 +103,16 @@ def _attention(q, k, v, mask=None, dropout_p=0.0, is_causal=False, **kwargs):
     return f"F.scaled_dot_product_attention({', '.join(parts)})"
 
 
+def _attention_on_numbers(numbers, q, k, v, mask=None, dropout_p=0.0, is_causal=False, **kwargs):
+    parts = [literal(q), literal(k), literal(v), str(dropout_p), numbers]
+    if mask is not None:
+        parts.append(f"attn_mask={literal(mask)}")
+    if is_causal:
+        parts.append("is_causal=True")
+    parts += [f"{key}={literal(value)}" for key, value in kwargs.items() if value not in (None, False)]
+    return f"rt.attention({', '.join(parts)})"
+
+
 def _cross_entropy(logits, labels, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0):
     parts = [literal(logits), literal(labels)]
     if weight is not None:
@@ -223,6 +233,19 @@ PRINT = {
     aten.full.default: _call("torch.full"),
     aten.zeros.default: _call("torch.zeros"),
     aten.ones.default: _call("torch.ones"),
+    aten.rand.default: _call("torch.rand"),
+    aten.randn.default: _call("torch.randn"),
+    aten.randint.default: _call("torch.randint"),
+    aten.randint.low: _call("torch.randint"),
+    aten.randperm.default: _call("torch.randperm"),
+    aten.normal.float_float: _call("torch.normal"),
+    aten.rand_like.default: _call("torch.rand_like"),
+    aten.randn_like.default: _call("torch.randn_like"),
+    aten.randint_like.default: _call("torch.randint_like"),
+    aten.randint_like.low_dtype: _call("torch.randint_like"),
+    aten.bernoulli.default: _call("torch.bernoulli"),
+    aten.bernoulli.p: _call("torch.bernoulli"),
+    aten.multinomial.default: _call("torch.multinomial"),
     ops.convert: _convert,
     ops.vocab_embedding: _local_op("vocab_embedding"),
     ops.vocab_cross_entropy: _local_op("vocab_cross_entropy"),
@@ -230,6 +253,12 @@ PRINT = {
     ops.scaled_sum: _scaled_sum,
 }
 """Op -> a function of its arguments that returns Python text, or None where the plain ATen call is clearer."""
+
+ON_NUMBERS = {
+    aten.dropout.default: lambda numbers, x, p, train: f"rt.dropout({literal(x)}, {literal(p)}, {numbers})",
+    aten.scaled_dot_product_attention.default: _attention_on_numbers,
+}
+"""Ops that draw with a key -> a function of the expression of their numbers, and their arguments, that returns Python text."""
 
 _FACTORIES = {aten.arange.default, aten.arange.start, aten.full.default, aten.zeros.default, aten.ones.default}
 
@@ -239,6 +268,10 @@ def expression(node: fx.Node) -> str:
     kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
     if node.target in _FACTORIES or "device" in node.kwargs or (not node.all_input_nodes and _takes_device(node.target)):
         kwargs["device"] = torch.device("cpu")
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            kwargs.setdefault("dtype", node.meta["val"].dtype)  # numbers differ by dtype, and its default may be another by now
+    if "draw" in node.meta and node.target in ON_NUMBERS:
+        return ON_NUMBERS[node.target](f"self.numbers({literal(node.meta['draw_name'])})", *node.args, **kwargs)
     if node.target is aten.dropout.default:
         return f"rt.dropout({literal(node.args[0])}, {literal(node.args[1])}, self.generator({literal(node.meta['cut_along'])}))"
     write = PRINT.get(node.target)

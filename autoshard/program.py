@@ -11,6 +11,7 @@ Facts live in ``node.meta``:
     region    number of the region, computed again in backward, that an op is in
     bucket    number of the bucket in which a weight of ZeRO level 3 is gathered
     module    module path, "transformer.h.0.attn"
+    draw      autoshard.draws.Drawn of an op whose random numbers have keys
     cut_along axes over which the random numbers of an op that draws them are cut, after LOCAL
     source    the user's own line, "modeling_gpt2.py:187: query_states, ... = self.c_attn(...)"
 """
@@ -164,8 +165,8 @@ def result_of(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether the op draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    """Whether the op draws random numbers that depend on who draws them: those of an op with keys (``meta["draw"]``) do not."""
+    if "draw" in node.meta or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0))

@@ -43,6 +43,7 @@ def verify(
     loss_fn: Callable | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     plan: Plan | None = None,
+    random: str | None = None,
     timeout: float = TIMEOUT,
     backend: str = "processes",
     **options: Any,
@@ -64,6 +65,7 @@ def verify(
         seed: random numbers start from it when the model is made, and from ``seed + step`` before each step.
         loss_fn, batch_dims: as for ``compile``.
         plan: the plan to run; by default one is made.
+        random: as for ``autoshard.plan``; by default that of the plan. "native" masks of a mesh are not those of one device.
         timeout: seconds until everything is ended and an error raised.
         backend: "processes" (gloo, one thread each), as on a cluster; or "local", all ranks in lockstep inside this process: the same
             programs and comparisons in a fraction of the time, but no process group, and a plain schedule in place of the pipeline's.
@@ -73,6 +75,7 @@ def verify(
         AutoshardError: the model can't be planned, or a rank failed (the error says which, and where); all processes have ended by then.
     """
     common = {"steps": steps, "dtype": dtype, "seed": seed, "loss_fn": loss_fn, "batch_dims": batch_dims, "timeout": timeout}
+    common["random"] = random or (plan.random if plan is not None else "invariant")
     precision = precision or (plan.precision if plan else "fp32")
     with Reference(model_fn, example_inputs, backend=backend, precision=precision, **common) as reference:
         return reference.verify(mesh, plan=plan, **options)
@@ -98,6 +101,7 @@ class Reference:
         seed=0,
         loss_fn=None,
         batch_dims=None,
+        random="invariant",
         timeout=TIMEOUT,
         backend="processes",
     ):
@@ -117,7 +121,7 @@ class Reference:
             model = precise(model.to(dtype)) if dtype == torch.float64 else model.to(dtype)
             batches = tuple(pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, b) for b in batches)
         self.dtype = low or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        self.trial = Trial(model, batches, loss_fn, seed, tolerance_of(self.dtype), precision)
+        self.trial = Trial(model, batches, loss_fn, seed, tolerance_of(self.dtype), precision, random)
         self._backend = BACKENDS[backend](self.trial, timeout)
 
     def __enter__(self) -> Reference:
@@ -136,7 +140,10 @@ class Reference:
         mesh, start = Mesh.of(mesh), time.monotonic()
         model, steps = self.trial.model, len(self.trial.batches)
         if build is None:
-            plan = plan or compiler.plan(model, mesh, self.trial.batches[0], precision=self.precision, **self.common, **options)
+            given = {"precision": self.precision, "random": self.trial.random, **self.common}
+            plan = plan or compiler.plan(model, mesh, self.trial.batches[0], **given, **options)
+            if plan.random != self.trial.random:
+                raise RunError(f"the plan is for random={plan.random!r}, not {self.trial.random!r}", hint="leave random= out, or the plan")
             build = self._build(mesh, plan)
         report = Report(mesh, type(model).__name__, str(self.dtype).removeprefix("torch."), steps, backend=self.backend)
         report.parameters = sum(p.numel() for p in model.parameters())
@@ -145,7 +152,7 @@ class Reference:
         planned = time.monotonic()
         found = self._backend.compare(mesh, build)
         report.mismatch, report.rows, report.excused = found.mismatch, found.rows, found.excused
-        report.collectives, report.random = found.collectives, found.random
+        report.collectives, report.random = found.collectives, self.trial.random if found.random else ""
         report.seconds = {"planning": planned - start, "running": found.running, "comparing": found.comparing}
         return report
 

@@ -91,11 +91,14 @@ def conversion_name(node: fx.Node) -> str:
 
 
 def can_keep(node: fx.Node) -> bool:
-    """Whether the result of an op may be kept: not that of the runtime's own kernels, which keep what they need, nor of dropout."""
+    """Whether the result of an op may be kept: not that of the runtime's own kernels, which keep what they need, nor of dropout, nor
+    random numbers that have a key."""
     if node.target is ops.convert:
         return True
     strategy = node.meta.get("strategy")
     if node.op != "call_function" or strategy is None or is_view(node) or node.target is aten.dropout.default:
+        return False
+    if "draw" in node.meta and node.target is not aten.scaled_dot_product_attention.default:
         return False
     local = rule_for(node).local
     return not any(choice.comms or choice.factor in local for choice in strategy.choices)

@@ -414,10 +414,11 @@ SAMPLES = {
     # random: probabilities that leave nothing to chance
     **table({
         "dropout native_dropout alpha_dropout": [(f(5, 6), 0.0, True)],
-        "feature_dropout": [(f(5, 6, 4), 0.0, True)],
+        "feature_dropout feature_alpha_dropout": [(f(5, 6, 4), 0.0, True)],
         "bernoulli": [(b(5, 6).double(),)],
         "bernoulli.p": [(f(5, 6), 1.0)],
-        "rand_like randn_like empty_like exponential": [(f(5, 6),)],
+        "bernoulli.Tensor": [(f(5, 6), b(5, 6).double())],
+        "rand_like randn_like empty_like exponential uniform normal_functional": [(f(5, 6),)],
         "randint_like": [(f(5, 6), 1)],
         "randint_like.low_dtype": [(f(5, 6), 2, 3)],
         "multinomial": [(torch.eye(5, 6, dtype=torch.float64), 3, True)],
@@ -445,13 +446,13 @@ SAMPLES = {
 }  # fmt: skip
 
 ARBITRARY = {aten(*name.split(".")) for name in (
-    "rand_like randn_like empty_like exponential rand randn randint randint.low randperm "
+    "rand_like randn_like empty_like exponential uniform normal_functional rand randn randint randint.low randperm "
     "normal.float_float empty.memory_format new_empty").split()}  # fmt: skip
 """Ops whose values are anything: only shapes are compared."""
 
 NO_BACKWARD = {aten(*name.split(".")) for name in (
     "heaviside nextafter special_log_ndtr floor_divide floor_divide.Scalar randint_like randint_like.low_dtype "
-    "copy fill.Tensor bernoulli.p").split()}  # fmt: skip
+    "copy fill.Tensor bernoulli.p bernoulli.Tensor").split()}  # fmt: skip
 """Ops without a derivative in torch."""
 
 FROZEN = {

@@ -18,6 +18,7 @@ class Report:
 
     rows: every comparison. mismatch: the first place where ranks' collectives do not match; then there are no rows.
     excused: by parameter, elements that differ from an independent run because Adam amplified rounding (see checking/compare.py).
+    random: how the model draws random numbers; "" if it draws none.
     split: share of the matmul FLOPs that each axis splits. collectives: of one step, by rank.
     """
 
@@ -33,7 +34,7 @@ class Report:
     parameters: int = 0
     split: dict[str, float] = field(default_factory=dict)
     collectives: list[int] = field(default_factory=list)
-    random: bool = False
+    random: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -95,8 +96,10 @@ class Report:
                 f"Excused: {total} of {self.parameters} parameter elements differ from an independent run, where Adam turns rounding"
                 f" into steps ({where}{more}). Their gradients and updates were right in every step; float64 settles doubts."
             )
-        if self.random and not self.equal:
-            notes.append("The model draws random numbers (dropout?), which sharding may change: verify it with dropout 0, or in eval mode.")
+        if self.random == "invariant":
+            notes.append("Random numbers (dropout): those of one device, which draws them by position too (autoshard.invariant_random).")
+        elif self.random and not self.equal:
+            notes.append("The model draws native random numbers (dropout?), which depend on the mesh: use random='invariant'.")
         if self.replicated:
             notes.append("NOTHING IS DIVIDED: in this plan every rank computes everything, so equality says little.")
         elif self.split:

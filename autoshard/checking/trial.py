@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from autoshard.checking.one_device import LEARNING_RATE, Nearby, OneDevice, adam
 from autoshard.checking.processes import Status
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
+from autoshard.runtime.drawing import invariant_random
 from autoshard.signature import leaf_name
 
 Build = Callable[[nn.Module, Any], nn.Module]
@@ -46,7 +48,7 @@ def label(mesh: Mesh, rank: int) -> str:
 class Trial:
     """What is run: the model, one global batch a step, and how often random numbers start anew (``seed`` + step, before each step).
 
-    precision: see ``autoshard.precision``; the model is in its own.
+    precision: see ``autoshard.precision``; the model is in its own. random: see ``autoshard.plan``.
     """
 
     model: nn.Module
@@ -55,9 +57,14 @@ class Trial:
     seed: int
     tolerance: float
     precision: str = "fp32"
+    random: str = "native"
 
     def one_device(self) -> OneDevice:
         return OneDevice(self.model, self.loss_fn, self.precision)
+
+    def drawing(self) -> AbstractContextManager:
+        """What one device draws random numbers in: as a sharded program does, unless that draws natively."""
+        return invariant_random() if self.random == "invariant" else nullcontext()
 
     def start_step(self, step: int) -> Any:
         """Seed the random numbers of step 1, 2, ... and return its batch, which may be written to."""
@@ -99,18 +106,19 @@ def run_alone(trial: Trial, status: Status) -> dict:
         status(f"step {step} on one device")
         batch = trial.start_step(step)
         before = torch.get_rng_state()
-        if step == 1 and is_low(one.model):
-            nearby = [leaves_of(output) for output in Nearby(one).outputs(lambda: trial.start_step(1))]
-            torch.set_rng_state(before)
-        output = one.run(batch)
-        random = random or not torch.equal(before, torch.get_rng_state())
-        if step == 1:
-            leaves = leaves_of(output)
-        loss = loss_of(output, trial.loss_fn is not None)
-        if loss is None:
-            break
-        losses.append(loss.detach().clone())
-        one.step(loss)
+        with trial.drawing():
+            if step == 1 and is_low(one.model):
+                nearby = [leaves_of(output) for output in Nearby(one).outputs(lambda: trial.start_step(1))]
+                torch.set_rng_state(before)
+            output = one.run(batch)
+            random = random or not torch.equal(before, torch.get_rng_state())
+            if step == 1:
+                leaves = leaves_of(output)
+            loss = loss_of(output, trial.loss_fn is not None)
+            if loss is None:
+                break
+            losses.append(loss.detach().clone())
+            one.step(loss)
     parameters = {name: one.masters[name].detach() for name, _ in one.model.named_parameters()}
     return {"losses": losses, "leaves": leaves, "nearby": nearby, "parameters": parameters, "random": random}
 
@@ -228,8 +236,9 @@ def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales
     optimizer, around = adamw(parameters.values()), Nearby(one) if is_low(one.model) else None
     for step, (got, scale) in enumerate(zip(gradients, scales), 1):
         one.model.load_state_dict(states[step - 1])
-        nearby = around.gradients(partial(trial.start_step, step), scale) if around else None
-        want = one.gradients(trial.start_step(step), scale)
+        with trial.drawing():
+            nearby = around.gradients(partial(trial.start_step, step), scale) if around else None
+            want = one.gradients(trial.start_step(step), scale)
         if want is None:
             raise RunError("the model returned a loss once, and then none")
         skipped, skips = (scale != 1.0 and not _finite(found) for found in (got, want))

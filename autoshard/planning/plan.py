@@ -83,6 +83,7 @@ class Plan:
     stages: dict[str, int]
     params: dict[str, str]
     fingerprint: str
+    random: str = "invariant"  # random numbers: "invariant" to the mesh, or "native", torch's own
     precision: str = "fp32"  # of the copy that is computed with: "fp32" (as the model is), "bf16", "fp16"
     zero: dict[str, int] = field(default_factory=dict)
     regions: dict[str, int] = field(default_factory=dict)

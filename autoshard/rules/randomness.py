@@ -8,8 +8,9 @@ from autoshard.rules.pointwise import saves_nothing, saves_result
 
 TABLE = {
     **each("dropout native_dropout alpha_dropout", saves_result),
-    **each("bernoulli bernoulli.p rand_like randn_like randint_like randint_like.low_dtype exponential", saves_nothing),
+    **each("bernoulli bernoulli.p bernoulli.Tensor rand_like randn_like randint_like randint_like.low_dtype", saves_nothing),
+    **each("exponential uniform normal_functional", saves_nothing),
     **each("rand randn randint randint.low randperm normal.float_float", unsharded),
-    **each("feature_dropout", lambda node: bind_node(node, "n c ... -> n c ...", saved=(-1,))),
+    **each("feature_dropout feature_alpha_dropout", lambda node: bind_node(node, "n c ... -> n c ...", saved=(-1,))),
     **each("multinomial", lambda node: bind_node(node, "... classes^ -> ... samples^")),
 }

@@ -40,6 +40,7 @@ class Loop:
         results = []
         for i, feed in enumerate(feeds):
             with torch.set_grad_enabled(training):
+                self.stage.keys.microbatch = torch.tensor(i)
                 leaves = self.stage(**feed)
                 if training:
                     loss = loss_share(self.stage, leaves)
@@ -150,6 +151,7 @@ class Body(nn.Module):
         return results if self.last else None
 
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor):
+        self.stage.keys.microbatch = torch.tensor(int(microbatch))
         fed = {name: x for name, x in self.feeds[int(microbatch)].items() if name in self.reads}
         out = self.stage(*received, method=self.part.method, **fed)
         if not self.last:

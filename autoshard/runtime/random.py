@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.numbers import Numbers
 
 
 class Streams:
@@ -90,16 +91,19 @@ class Streams:
         return {names: generator.get_state() for names, generator in self.generators.items()}
 
 
-def dropout(x: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
-    """``F.dropout`` in training, with the mask drawn from ``generator``; only a byte an element is kept for backward.
+def dropout(x: torch.Tensor, p: float, source: torch.Generator | Numbers) -> torch.Tensor:
+    """``F.dropout`` in training, with the mask drawn from ``source``; only a byte an element is kept for backward.
 
-    torch.compile can't trace a generator: it breaks the graph here.
+    torch.compile can't trace a generator: it breaks the graph there.
     """
     if p == 0:
         return x
     if p == 1:
         return x * 0
-    keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    if isinstance(source, Numbers):
+        keep = source.keep(1 - p)
+    else:
+        keep = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=source)
     return x * keep * (1 / (1 - p))
 
 

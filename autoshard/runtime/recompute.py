@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from autoshard.runtime.keys import Keys
 from autoshard.runtime.random import Streams
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ def recompute(region: Callable, *inputs: Any) -> Any:
     """
     stage = region.__self__
     stage.recomputes = True
-    run = _Run(stage.streams)  # all random numbers of emitted code come from there
+    run = _Run(stage.keys if stage.keys.count else stage.streams)  # all random numbers of emitted code come from there
     return checkpoint(region, *inputs, use_reentrant=False, context_fn=run.contexts, preserve_rng_state=False)
 
 
@@ -62,7 +63,7 @@ _ONCE = {
 class _Run:
     """One run of a region: what its lines leave behind in forward, in their order, for when they are met again."""
 
-    def __init__(self, streams: Streams):
+    def __init__(self, streams: Streams | Keys):
         self.streams = streams
         self.left: list = []
         self.met: Iterator | None = None  # what was left, while it is met again

@@ -112,6 +112,7 @@ class Sharded(nn.Module):
             agree(self.world, batch, "the arguments", "give every rank the whole global batch, the same on all")
             self._agreed = True
         program.stage.check(batch)
+        program.stage.keys.next_step()
         fed = feeds(program.stage, batch)
         self._sync.reset()
         gather(self.stage.shards.values())

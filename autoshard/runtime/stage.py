@@ -17,6 +17,9 @@ from autoshard.errors import RunError
 from autoshard.mesh import Mesh
 from autoshard.placement import local_shape, parse_layout
 from autoshard.runtime.axis import Axis
+from autoshard.runtime.drawing import Drawing
+from autoshard.runtime.keys import Draw, Keys
+from autoshard.runtime.numbers import Numbers
 from autoshard.runtime.pieces import take
 from autoshard.runtime.random import Streams
 from autoshard.runtime.regather import Regather, Weight
@@ -129,6 +132,7 @@ class StageModule(nn.Module):
     ``forward`` takes the received values in order, then inputs and extras by keyword, and returns a tuple of tensors: the values to send,
     or, on the last stage, one per entry of ``outputs``. ``outputs``, and ``loss``, the index of the one to be minimised, are the same on
     every stage. ``updates`` names the buffers that forward changes; the last stage returns their new values, whole, behind the outputs.
+    ``random_keys``: how many keys the random ops of all stages take in a step; 0 if they draw from ``streams``.
 
     ``stage`` is the place along the pipeline axis. Where ``schedule`` gives a rank several stages, ``parts`` says which, and stands for
     ``receives``, ``sends`` and ``forward``.
@@ -148,6 +152,8 @@ class StageModule(nn.Module):
     outputs: tuple[Output, ...] = ()
     updates: tuple[str, ...] = ()
     loss: int | None = None
+    random_keys: int = 0
+    draws: dict[str, Draw] = {}
 
     def __init__(self, world: World, like: StageModule | None = None):
         """RunError if this is not the module of the world's rank.
@@ -164,6 +170,7 @@ class StageModule(nn.Module):
         self.world, self.device = world, world.device
         self.data, self.tensor = world.axes
         self.streams = Streams(world.axes, world.stage, world.device, world.common_seed()) if like is None else like.streams
+        self.keys = Keys(self.random_keys, self.draws, world, self.microbatches)
         self.shards: dict[str, Rounded] = {}
         self.recomputes = False  # whether it has regions; known once it has run
         self.loss_scale = 1.0  # of what backward starts from
@@ -216,6 +223,14 @@ class StageModule(nn.Module):
     def random(self, cut_along: tuple[str, ...]) -> AbstractContextManager:
         """The same for ops that can only draw from torch's default generator: within, it is that stream."""
         return self.streams.fork(*cut_along)
+
+    def numbers(self, name: str) -> Numbers:
+        """Random numbers for the value of this name, by ``draws``: on any mesh, those that one device has at these positions."""
+        return self.keys.numbers(name)
+
+    def drawing(self, name: str) -> AbstractContextManager:
+        """The same for torch's own ops: within, they draw those numbers."""
+        return Drawing(self.keys.source(name))
 
     def gather(self, piece: torch.Tensor, text: str, axis: Axis, size: int) -> torch.Tensor:
         """``rt.convert`` of a weight of ZeRO level 3 to a whole one, which is not kept for backward: there it is gathered again."""
