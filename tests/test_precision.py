@@ -1,6 +1,7 @@
 """Mixed precision: compute in bf16 or fp16, masters in fp32."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from cases.test_stages import TiedHead, ids13
 from cases.tools import on_ranks
 from test_zero import held_bytes
 from torch import nn
+from zoo import make
 
 import autoshard
 from autoshard import passes
@@ -166,6 +168,14 @@ def test_equal_to_one_device(precision, mesh, level):
 @pytest.mark.parametrize("precision, mesh, level", [pytest.param("bf16", (2, 2, 2), 2, marks=pytest.mark.slow), ("fp16", (2, 1, 2), 3)])
 def test_language_model_equals_one_device(precision, mesh, level):
     report = autoshard.verify(small.gpt2, mesh, precision=precision, zero=level, recompute="on", backend="local")
+    assert report.equal, report.text()
+
+
+@pytest.mark.slow  # models that plan for long, and whose own rounding is large
+@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+@pytest.mark.parametrize("name", ("resnet", "dlrm", "bert", "lstm", "qwen3"))
+def test_the_zoo_equals_one_device(name, precision):
+    report = autoshard.verify(functools.partial(make, name), (2, 2, 1), precision=precision, steps=2, backend="local")
     assert report.equal, report.text()
 
 
