@@ -40,12 +40,27 @@ def spread(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
     return value
 
 
+def over(graph: fx.Graph, node: fx.Node, old: fx.Node, value: fx.Node) -> fx.Node:
+    """``value`` in place of ``old``, whose gradient is zeros then: parameters behind it have a gradient of zeros, not none."""
+    if not old.meta["grad"]:
+        return value
+    return new_op(graph, aten.add.Tensor, (new_op(graph, aten.fill.Scalar, (old, 0), like=node), value), like=node)
+
+
+def written_back(old: fx.Node, node: fx.Node) -> bool:
+    """Whether what stands in place of ``old``, a part of something, is only put back there: then the whole has the gradient."""
+    return old.target in PARTS and all(user.target in SCATTERS and user.args[0] is old.args[0] for user in node.users)
+
+
 def copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    return spread(graph, node, node.args[1])
+    old, value = node.args[0], spread(graph, node, node.args[1])
+    return value if written_back(old, node) else over(graph, node, old, value)
 
 
-def filled(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    value = node.args[1]
+def filled(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    old, value = node.args
+    if old.meta["grad"] and not written_back(old, node):
+        return None
     if isinstance(value, fx.Node):
         return spread(graph, node, value)
     return new_op(graph, aten.full.default, (list(shape_of(node)), value), {"dtype": node.meta["val"].dtype}, like=node)
@@ -75,9 +90,13 @@ def joined(graph: fx.Graph, node: fx.Node, x: fx.Node, src: fx.Node, dim: int, s
     parts = [new_op(graph, aten.slice.Tensor, (x, dim, a, b), like=node) for a, b in ((0, start), (end, size)) if a < b]
     if start < end:
         parts.insert(1 if start else 0, src)
+    if parts == [src]:
+        return over(graph, node, x, src)
     return parts[0] if len(parts) == 1 else new_op(graph, aten.cat.default, (parts, dim), like=node)
 
 
+PARTS = (aten.slice.Tensor, aten.select.int)
+SCATTERS = (aten.slice_scatter.default, aten.select_scatter.default)
 REWRITES = {
     aten.copy.default: copied,
     aten.fill.Tensor: filled,

@@ -167,6 +167,17 @@ CASES = {
         ),
         Draw((1, 1, 2), 2),
     ),
+    # what is wholly overwritten has a gradient of zeros, not none
+    "overwritten": (
+        found(
+            {"x": "torch.randn(4, 6)"},
+            {name: "nn.Parameter(torch.randn(6, 8))" for name in "abcd"} | {"s": "nn.Parameter(torch.randn(()))"},
+            "h = torch.fill(x @ self.a, self.s)\nk = (x @ self.b).clone()\nk[:] = x @ self.c\n"
+            "l = (x @ self.d)[:, :1].clone()\nl[:, 0] = k[:, 1]",
+            "h.square().mean() + k.square().mean() + l.square().mean()",
+        ),
+        Draw((2, 2, 1), 2, {}, 5),
+    ),
     # how often each dim is repeated was taken for dims
     "tile": (
         found({"x": "torch.randn(4, 6)"}, {"up": "nn.Linear(12, 4)"}, "h = self.up(torch.tile(x, (1, 2)))", "h.square().mean()", ("h",)),
