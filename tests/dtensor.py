@@ -201,7 +201,7 @@ def report(samples: dict = SAMPLES) -> list[str]:
                     row = heading, line, f"{remark}; {note}" if heading == "result" and note else note or remark
                     if name not in ops[row]:
                         ops[row].append(name)
-    lines = [f"Rules of autoshard and of DTensor (torch {torch.__version__.partition('+')[0]}), {len(known)} ops, one axis of two ranks."]
+    lines = [f"Rules of autoshard and of DTensor (torch {torch.__version__.partition('+')[0]}), one axis of two ranks."]
     for heading, title in HEADINGS.items():
         lines += ["", title]
         merged: dict[tuple[str, ...], list[tuple[str, str]]] = defaultdict(list)
