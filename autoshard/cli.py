@@ -1,4 +1,4 @@
-"""The command line: ``autoshard explain | verify | emit | run TARGET``.
+"""The command line: ``autoshard explain | verify | emit | run TARGET``, and ``autoshard profile``.
 
 Results go to stdout, progress to stderr. Exit status: 0 done; 1 the answer is no (unequal, nothing fits); 2 an error or wrong usage, and
 the last thing on stderr is then ``autoshard: error: ...``.
@@ -56,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", type=_positive, metavar="N", default=10, help="optimizer steps, of AdamW (default: 10)")
     run.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the model and its inputs (default: 0)")
     run.add_argument("--nproc", type=_positive, metavar="N", help="processes to start; must be the size of the mesh, which is the default")
+
+    text = "measure this machine, and write it down as a cluster to plan for with --cluster FILE"
+    profile = commands.add_parser("profile", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    profile.add_argument("--processes", type=_positive, metavar="N", default=8, help="at most so many side by side (default: 8)")
+    profile.add_argument("--output", metavar="FILE", default="cluster.toml", help="where to write it (default: cluster.toml)")
     return top
 
 
@@ -130,7 +135,7 @@ def _warner():
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    options = _options(arguments)
+    options = _options(arguments) if "target" in arguments else {}
     from autoshard import commands  # after the flags are known to be right: torch takes seconds to load
 
     return getattr(commands, arguments.command)(arguments, options)

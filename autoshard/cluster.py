@@ -3,7 +3,8 @@
 All figures are nominal, per device and per direction, each with its source; the ``efficiency`` beside them is the share that well written
 kernels and collectives attain. Times computed from them are estimates: what counts is that they order plans as the machine would.
 
-A cluster is a preset's name (``PRESETS``), a TOML file, or a ``Cluster``; ``Cluster.of`` reads them all.
+A cluster is a preset's name (``PRESETS``), a TOML file, or a ``Cluster``; ``Cluster.of`` reads them all. ``autoshard profile`` measures a
+machine and writes such a file.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Device:
 
     peak: dtype ("fp32", "tf32", "bf16", "fp16", "fp64") -> dense FLOP a second. memory: bytes. bandwidth: of its memory, bytes a second.
     launch: seconds that starting one kernel costs. compute_efficiency / memory_efficiency: shares of peak and bandwidth that are attained.
+    kind: "gpu", or "cpu", where gloo communicates and Adam updates one parameter after the other.
+    factors: op -> (forward, backward): how many times as long as the roofline says it was measured to take; "optimizer" is Adam's step.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Device:
     compute_efficiency: float = 0.75
     memory_efficiency: float = 0.85
     source: str = ""
+    kind: str = "gpu"
+    factors: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def flops(self, dtype: str) -> float:
         """Attained FLOP a second in ``dtype``. A dtype that is not listed runs as fp32 does, fp64 at half of that."""
@@ -86,10 +91,27 @@ _SAPPHIRE = Host(_PCIE5, 77e9, "an eighth of 2 Xeon 8480C with 8 channels of DDR
 
 
 @dataclass(frozen=True)
+class Fit:
+    """What a collective was measured to take over ``ranks`` processes of one node: ``latency + bytes / bandwidth`` seconds.
+
+    kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send". bytes: the value's full size along the axis; of a send, what
+    is sent.
+    """
+
+    kind: str
+    ranks: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of ``node_size`` devices joined by ``intra``; each node has ``nics`` network cards, every one of them an ``inter`` link.
 
     Ranks fill nodes in order: rank r is on node r // node_size.
+
+    cores: if the "devices" are processes that share a node's processors, how many of them it runs at full speed at once; None: they share
+        nothing. fits: of collectives within a node, in place of what ``intra`` says of them.
     """
 
     name: str
@@ -99,6 +121,8 @@ class Cluster:
     inter: Link
     nics: int
     host: Host = _ROME
+    cores: float | None = None
+    fits: tuple[Fit, ...] = ()
 
     def __hash__(self) -> int:  # equal clusters have equal names; hashing every figure at each cached cost would be slow
         return hash(self.name)
@@ -126,6 +150,22 @@ class Cluster:
         """
         return _link(self, axis, mesh)
 
+    def crowding(self, ranks: int) -> float:
+        """How much longer everything takes where ``ranks`` processes are at work on one node, as against one alone."""
+        return max(1.0, min(ranks, self.node_size) / self.cores) if self.cores else 1.0
+
+    def fit(self, kind: str, ranks: int, mesh: Mesh) -> tuple[float, float] | None:
+        """(seconds, seconds a byte) of a measured collective, not counting that its own processes share processors; None: not measured.
+
+        Of other numbers of ranks the nearest above is taken, or the largest, which grows in proportion.
+        """
+        found = sorted((fit.ranks, fit.latency, fit.bandwidth) for fit in self.fits if fit.kind == kind)
+        if not found or mesh.size > self.node_size:
+            return None
+        measured, latency, bandwidth = next((row for row in found if row[0] >= ranks), found[-1])
+        more = max(1.0, ranks / measured) / self.crowding(measured)
+        return latency * more, more / bandwidth
+
     def to_toml(self) -> str:
         """The cluster as a TOML file that ``Cluster.of`` reads back."""
 
@@ -134,10 +174,16 @@ class Cluster:
             return ["", f"[{name}]", *(f"{key} = {json.dumps(item)}" for key, item in rows)]
 
         lines = [f"name = {json.dumps(self.name)}", f"node_size = {self.node_size}", f"nics = {self.nics}"]
-        lines += table("device", self.device, skip=("peak",))
+        if self.cores is not None:
+            lines.append(f"cores = {self.cores!r}")
+        lines += table("device", self.device, skip=("peak", "factors"))
         lines += ["", "[device.peak]", *(f"{dtype} = {peak!r}" for dtype, peak in self.device.peak.items())]
+        if self.device.factors:
+            lines += ["", "[device.factors]", *(f"{op} = {list(pair)!r}" for op, pair in self.device.factors.items())]
         lines += table("intra", self.intra) + table("inter", self.inter)
         lines += table("host", self.host, skip=("link",)) + table("host.link", self.host.link)
+        for fit in self.fits:
+            lines += ["", "[[collectives]]", *(f"{f.name} = {json.dumps(getattr(fit, f.name))}" for f in fields(fit))]
         return "\n".join(lines) + "\n"
 
 
@@ -192,6 +238,7 @@ _CPU = Device(
     memory_efficiency=1.0,
     source="indicative: measured on one thread of a 2.6 GHz Xeon with AVX-512 and AMX, 1024 x 1024 matmuls and a 128 MB copy; "
     "so the efficiencies are 1. Memory: a share that lets eight ranks run on a common machine",
+    kind="cpu",
 )
 _LOOPBACK = Link(0.85e9, 150e-6, 1.0, "indicative: measured, gloo all-reduce of 4 B and of 16 MB between two processes on two cores")
 _NVLINK3 = Link(300e9, 1.9e-6, 0.78, "600 GB/s both ways, A100 datasheet; NCCL's bound is 235 GB/s; latency: NCCL tuning table, ring LL128")
@@ -281,6 +328,19 @@ class _Table:
         except PlanError as error:
             raise self.error(error.what, error.hint) from None
 
+    def choice(self, key: str, default: str, among: tuple[str, ...]) -> str:
+        value = self.text(key, default)
+        if value not in among:
+            raise self.error(f"{self.prefix + key!r} is {value!r}; it must be {' or '.join(map(repr, among))}")
+        return value
+
+    def pair(self, key: str, name: str) -> tuple[float, float]:
+        """Two numbers of a table within this one."""
+        found = self.data[key][name] if isinstance(self.data[key], dict) else None
+        if not isinstance(found, list) or len(found) != 2 or not all(isinstance(x, (int, float)) and 0 <= x < float("inf") for x in found):
+            raise self.error(f"'{self.prefix}{key}.{name}' is {found!r}; it must be two numbers, forward and backward")
+        return float(found[0]), float(found[1])
+
     def text(self, key: str, default: str) -> str:
         value = self.take(key, default)
         if not isinstance(value, str):
@@ -302,7 +362,7 @@ def _read_toml(path: Path) -> Cluster:
         table = _Table(path, f"{name}.", top.take(name) if data is None else data, "bandwidth latency efficiency source")
         return Link(table.number("bandwidth"), table.number("latency"), table.number("efficiency", 1.0, most=1), table.text("source", ""))
 
-    top = _Table(path, "", data, "name node_size nics device intra inter host")
+    top = _Table(path, "", data, "name node_size nics cores device intra inter host collectives")
     name, node_size = top.text("name", path.stem), top.number("node_size", whole=True)
     table = _Table(path, "device.", top.take("device"), " ".join(f.name for f in fields(Device)))
     peaks = _Table(path, "device.peak.", table.take("peak"), " ".join(DTYPES))
@@ -315,9 +375,18 @@ def _read_toml(path: Path) -> Cluster:
         compute_efficiency=table.number("compute_efficiency", Device.compute_efficiency, most=1),
         memory_efficiency=table.number("memory_efficiency", Device.memory_efficiency, most=1),
         source=table.text("source", ""),
+        kind=table.choice("kind", "gpu", ("gpu", "cpu")),
+        factors={op: table.pair("factors", op) for op in table.data.get("factors", ())},
     )
     host = Cluster.host
     if "host" in top.data:
         table = _Table(path, "host.", top.take("host"), "link bandwidth source")
         host = Host(link("host.link", table.take("link")), table.number("bandwidth"), table.text("source", ""))
-    return Cluster(name, device, node_size, link("intra"), link("inter"), top.number("nics", node_size, whole=True), host)
+    cores = top.number("cores") if "cores" in data else None
+    fits = tuple(_fit(_Table(path, "collectives.", row, "kind ranks latency bandwidth")) for row in data.get("collectives", ()))
+    return Cluster(name, device, node_size, link("intra"), link("inter"), top.number("nics", node_size, whole=True), host, cores, fits)
+
+
+def _fit(table: _Table) -> Fit:
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+    return Fit(table.choice("kind", "", kinds), table.number("ranks", whole=True), table.number("latency"), table.number("bandwidth"))

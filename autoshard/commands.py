@@ -100,6 +100,28 @@ def run(arguments: Namespace, options: dict) -> int:
     return DONE
 
 
+def profile(arguments: Namespace, options: dict) -> int:
+    """Measure this machine, and write a file that --cluster reads."""
+    from autoshard import profiling
+
+    torch.set_num_threads(1)
+    cluster = profiling.profile(arguments.processes, sys.stderr)
+    try:
+        Path(arguments.output).write_text(cluster.to_toml())
+    except OSError as error:
+        raise AutoshardError(f"can't write to {arguments.output!r}: {error.strerror}", hint="choose another --output") from None
+    device = cluster.device
+    print(f"{arguments.output}: {cluster.name}, {cluster.node_size} processes on {cluster.cores:.3g} processors")
+    rates = ", ".join(f"{dtype} {peak / 1e9:.3g}" for dtype, peak in device.peak.items())
+    print(f"a process alone: GFLOP/s {rates}; {device.bandwidth / 1e9:.3g} GB/s of memory; {device.launch * 1e6:.3g} us to start an op")
+    for ranks in sorted({fit.ranks for fit in cluster.fits}):
+        fits = [fit for fit in cluster.fits if fit.ranks == ranks]
+        rates = ", ".join(f"{fit.kind} {fit.latency * 1e3:.2g} ms + bytes / {fit.bandwidth / 1e9:.2g} GB/s" for fit in fits)
+        print(f"{ranks} processes: {rates}")
+    print(f"plan for it: autoshard explain TARGET --mesh D,T,P --cluster {arguments.output}")
+    return DONE
+
+
 def _train_locally(model: nn.Module, inputs: dict | tuple, plan: Plan, steps: int) -> dict:
     """``_train`` on as many processes of this machine as the mesh has ranks; what rank 0 returns."""
     n = plan.mesh.size

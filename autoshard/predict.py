@@ -7,32 +7,33 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 
 from torch import fx
 
 from autoshard import ops
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, together, weight_sync
-from autoshard.cost.compute import offloaded_seconds, op_costs, optimizer_seconds, region_inputs, results
-from autoshard.cost.memory import rank_memory, saved_bytes, state_bytes, transient_bytes
-from autoshard.cost.pipeline import StageTime, bubble_share, in_flight, step_seconds
+from autoshard.cost.compute import offloaded_seconds, op_costs, optimizer_seconds
+from autoshard.cost.pipeline import StageTime, bubble_share, crowded_seconds, exposed_seconds, in_flight, step_seconds
+from autoshard.cost.rank import step_peak
 from autoshard.errors import InfeasibleError
 from autoshard.mesh import Mesh
-from autoshard.passes.cut_stages import crossing
+from autoshard.passes.cut_stages import crossing, cut_stages
 from autoshard.placement import R, format_layout, local_shape
 from autoshard.planning.plan import CollectiveRow, OpRow, Plan, StageRow
 from autoshard.program import Program, is_getitem, operands, stored_layout, tensors
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, Strategy
+from autoshard.runtime.gradients import BUCKET_BYTES
 from autoshard.schedule import schedule_of
 
 
 def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     """Fill in the predictions of ``plan`` from its converted ``program`` (of one micro-batch)."""
     mesh = plan.mesh
-    costs: dict[tuple[int, int | None], list] = defaultdict(list)  # by stage and region
     plan.ops, plan.collectives = [], []
     per_stage = {s: {"compute": 0.0, "data": 0.0, "tensor": 0.0} for s in range(plan.depth)}
     part = {s: {"forward": 0.0, "weights": 0.0} for s in range(plan.depth)}  # seconds of these, of all that
@@ -62,7 +63,6 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             continue
         strategy, rule = node.meta["strategy"], rule_for(node)
         cost = op_costs(node, rule, (strategy,), mesh.sizes, cluster)[0]
-        costs[stage, node.meta.get("region")].append(cost)
         per_stage[stage]["compute"] += cost.forward * (2 if node.meta.get("again") == "again" else 1) + cost.backward
         part[stage]["forward"] += cost.forward
         part[stage]["weights"] += _for_weights(node, program) * cost.backward
@@ -75,8 +75,9 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
         whole_seconds += (one.forward + one.backward) * plan.microbatches
         plan.ops.append(_op_row(node, program, cost))
     _sends(plan, program, mesh, cluster)
-    once = _weights(plan, program, mesh, cluster, costs)
-    _totals(plan, mesh, cluster, per_stage, part, once, whole_seconds, program)
+    backward = {s: sum(per_stage[s].values()) - part[s]["forward"] for s in per_stage}
+    once, hidden = _weights(plan, program, mesh, cluster, backward)
+    _totals(plan, mesh, cluster, per_stage, part, once, hidden, whole_seconds, program)
     return plan
 
 
@@ -166,10 +167,11 @@ def _sends(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster) -> None:
                 plan.collectives.append(_row(step, node, plan, at, f"cut between stages {s} and {s + 1}", plan.microbatches))
 
 
-def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) -> list[float]:
-    """Stage rows: memory, gradient sums and optimizer; returns seconds once a step by place along the pipeline.
+def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backward: Mapping[int, float]) -> tuple[list[float], float]:
+    """Stage rows: memory, gradient sums and optimizer. A weight that several stages of one rank read is that of the first.
 
-    A weight that several stages of one rank read is that of the first.
+    backward: seconds of one micro-batch's backward, by stage. Returns (seconds once a step that nothing overlaps, by place along the
+    pipeline; mean seconds of gradient sums that the last backward overlaps).
     """
     users: dict[fx.Node, set[int]] = defaultdict(set)
     for node in program.ops:
@@ -182,10 +184,10 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
     def several(stages: set[int]) -> bool:
         return len({rank_of[s] for s in stages}) > 1
 
-    plan.stage_rows, once = [], [0.0] * p
+    plan.stage_rows, once, hidden, parts = [], [0.0] * p, 0.0, cut_stages(program, plan.depth)
     for s in range(plan.depth):
         here = [n for n, stages in users.items() if s in stages and not any(rank_of[other] == rank_of[s] for other in stages if other < s)]
-        states, elements = [], 0
+        elements = 0
         buckets: dict[tuple[int, tuple[str, ...], bool], float] = defaultdict(float)
         names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
         trained = wide = seconds = 0.0
@@ -197,10 +199,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
             held = piece if zero == 3 else whole
             size = node.meta["val"].element_size()
             mixed = param.master is not None
-            states.append(state_bytes(whole, size, mixed, zero, whole / piece, param.requires_grad))
             offloaded = param.name in plan.offload
-            if offloaded:
-                states[-1]["optimizer"] = 0.0
             elements += held
             plan.params[param.name] = format_layout(layout)
             if param.requires_grad:
@@ -213,19 +212,30 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
                 buckets[key] += held * size
                 names[key].append(param.name)
         seconds += optimizer_seconds(trained, cluster.device, mixed=wide) if trained else 0.0
+        sums: list[tuple[float, float]] = []  # of gradients, in buckets, as backward fills them
         for (zero, axes, tied), nbytes in buckets.items():
+            count = max(1, ceil(nbytes / BUCKET_BYTES))
+            for _ in range(count):
+                filled = [sync.seconds for sync in weight_sync(nbytes / count, axes, zero, mesh, cluster) if sync.direction == "backward"]
+                if filled:
+                    sums.append((nbytes / count, sum(filled)))
             syncs = weight_sync(nbytes, axes, zero, mesh, cluster)
             if tied:
                 syncs += (gradient_sync(nbytes / (mesh.data if zero in (1, 2) else 1), ("pipeline",), mesh, cluster),)
-            for sync in syncs:
-                seconds += sync.seconds
+            for i, sync in enumerate(syncs):
+                if sync.direction == "forward" or (tied and i + 1 == len(syncs)):
+                    seconds += sync.seconds
                 first, *more = names[zero, axes, tied]
                 what = "gradients" if sync.direction == "backward" else "weights"
                 why = f"{what} of {first}" + (f" and {len(more)} more" if more else "")
                 plan.collectives.append(CollectiveRow(sync.kind, sync.axis, what, "", "", why, "step", s, sync.nbytes, sync.seconds, 1))
-        flight = in_flight(plan.schedule, p, plan.chunks, plan.microbatches, s)
-        activations, transient = _activations(program, costs, s, mesh)
-        transient = max(transient, 4 * wide - activations * flight)  # fp32 gradients of masters, for the optimizer's step alone
+        runs = "GPipe" if plan.schedule == "1F1B" and plan.microbatches < p else plan.schedule
+        flight = in_flight(runs, p, plan.chunks, plan.microbatches, s)
+        whole = sum(t for _, t in sums)
+        # gloo works on the processors that backward needs
+        left = whole if cluster.device.kind == "cpu" else exposed_seconds(sums, backward[s])
+        seconds += left
+        hidden += (whole - left) / p
         ops_here = [op for op in plan.ops if op.stage == s]
         named = [op.module for op in ops_here if op.module]
         plan.stage_rows.append(
@@ -238,40 +248,15 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, costs) 
                 seconds=0.0,
                 once=seconds,
                 in_flight=flight,
-                memory=rank_memory(states, activations, flight, transient),
+                memory=step_peak(parts[s].program, mesh, cluster.device, flight, s == plan.depth - 1, plan.offload),
                 rank=rank_of[s],
             )
         )
         once[rank_of[s]] += seconds
-    return once
+    return once, hidden
 
 
-def _activations(program: Program, costs, stage: int, mesh: Mesh) -> tuple[float, float]:
-    """(bytes saved for backward, bytes that come and go), one micro-batch, on a rank of a stage.
-
-    Of a region its inputs are saved, and what is kept inside; what else its ops save comes and goes. So do weights that are gathered to be
-    read.
-    """
-    everything = [cost for (s, _), found in costs.items() if s == stage for cost in found]
-    regions: dict[int, list[fx.Node]] = defaultdict(list)
-    gathered: dict[str, float] = {}
-    at_once: dict[int | str, float] = defaultdict(float)
-    for node in program.ops:
-        if node.meta.get("stage") == stage and "region" in node.meta:
-            regions[node.meta["region"]].append(node)
-        if node.target is ops.convert and node.args[0].meta.get("zero") == 3:
-            elements = prod(local_shape(tuple(node.meta["val"].shape), node.meta["layouts"][0], mesh.sizes, (0, 0)))
-            gathered[node.name] = elements * node.meta["val"].element_size() if node.meta["stage"] == stage else 0.0
-            at_once[node.meta.get("bucket", node.name)] += gathered[node.name]
-    kept = {at: nbytes for cost in costs[stage, None] for at, nbytes in cost.saved if at[0] not in gathered}
-    for nodes in regions.values():
-        kept.update(region_inputs(nodes, mesh.sizes))
-        kept.update(results([node for node in nodes if node.meta["again"] == "kept"], mesh.sizes))
-    busiest = max((saved_bytes(costs[stage, region], kept) for region in regions), default=0.0)
-    return sum(kept.values()), max(transient_bytes(everything), busiest) + max(at_once.values(), default=0.0)
-
-
-def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, whole_seconds: float, program: Program) -> None:
+def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, hidden: float, whole_seconds: float, program: Program):
     m = plan.microbatches
     sends = defaultdict(float)
     for row in plan.collectives:
@@ -284,13 +269,18 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, who
         forward, weights = part[row.index]["forward"], part[row.index]["weights"]
         times.append(StageTime(forward, row.seconds - forward - weights, weights))
         work[row.rank] += row.seconds
-    plan.step_seconds = step_seconds(plan.schedule, p, times, m, once)
-    plan.bubble = bubble_share(work, m, plan.step_seconds - max(once)) if p > 1 else 0.0
+    crowding = cluster.crowding(mesh.size)
+    busy = [m * t for t in work]
+    pipelined = crowded_seconds(step_seconds(plan.schedule, p, times, m), busy, crowding)
+    plan.step_seconds = crowded_seconds(step_seconds(plan.schedule, p, times, m, once), [t + o for t, o in zip(busy, once)], crowding)
+    plan.bubble = bubble_share([t * crowding for t in work], m, pipelined) if p > 1 else 0.0
     mean = {k: sum(per_stage[s][k] for s in per_stage) / p * m for k in ("compute", "data", "tensor")}
     syncs = defaultdict(float)
     for row in plan.collectives:
         if row.direction == "step":
             syncs[row.axis] += row.seconds / p
+    if hidden:
+        syncs[max(syncs, key=syncs.get)] -= hidden
     optimizer = sum(once) / p - sum(syncs.values())
     plan.breakdown = {
         "compute": mean["compute"],
@@ -299,6 +289,7 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, who
         "pipeline": sum(sends.values()) / p * m + syncs.get("pipeline", 0.0),
         "optimizer": optimizer,
     }
+    plan.breakdown = {name: seconds * crowding for name, seconds in plan.breakdown.items()}
     plan.breakdown["bubble"] = max(0.0, plan.step_seconds - sum(plan.breakdown.values()))
     trained = sum(prod(q.shape) for q in program.params.values() if q.requires_grad)
     wide = sum(prod(q.shape) for q in program.params.values() if q.master is not None)

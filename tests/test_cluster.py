@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard.cluster import DEFAULT, PRESETS, Cluster, Link, parse_bytes
+from autoshard.cluster import DEFAULT, PRESETS, Cluster, Device, Fit, Link, parse_bytes
 from autoshard.errors import MeshError, PlanError
 from autoshard.mesh import Mesh
 
@@ -138,6 +138,10 @@ def test_minimal_file(tmp_path):
         ("[inter]", "[outer]", "unknown key 'outer'"),
         ("[inter]", "[intra.x]", "unknown key 'intra.x'"),
         ("node_size = 4", "node_size = = 4", "can't read the cluster file"),
+        ("node_size = 4", "node_size = 4\ncores = 0", "'cores' is 0"),
+        ("bandwidth = 1008e9", 'bandwidth = 1e9\nkind = "tpu"', "'device.kind' is 'tpu'.*'gpu' or 'cpu'"),
+        ("[intra]", "[device.factors]\ntanh = [1]\n[intra]", "'device.factors.tanh' is .1.*two numbers"),
+        ("[intra]", '[[collectives]]\nkind = "gossip"\n[intra]', "'collectives.kind' is 'gossip'"),
     ],
 )
 def test_file_errors_name_the_key(tmp_path, old, new, message):
@@ -165,3 +169,33 @@ def test_parse_bytes(text, value):
 def test_parse_bytes_errors(text):
     with pytest.raises(PlanError, match="can't read memory"):
         parse_bytes(text)
+
+
+MEASURED = Cluster(
+    "measured",
+    Device("thread", {"fp32": 1e11}, 1e9, 1e10, kind="cpu", factors={"tanh": (2.0, 1.5)}),
+    8,
+    Link(1e9, 1e-4),
+    Link(1e9, 1e-4),
+    1,
+    cores=2.0,
+    fits=(Fit("all_reduce", 2, 1e-4, 1e9), Fit("all_reduce", 4, 4e-4, 1e9)),
+)
+
+
+def test_measurements_survive_the_file(tmp_path):
+    assert read(tmp_path, MEASURED.to_toml()) == MEASURED
+
+
+def test_processes_that_share_processors_crowd_each_other():
+    assert [MEASURED.crowding(n) for n in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert Cluster.of("a100-dgx").crowding(8) == 1
+
+
+def test_measured_collectives():
+    """Four processes on two cores were measured crowded, twice as slow as their own work; more ranks than measured grow in proportion."""
+    assert MEASURED.fit("all_reduce", 2, Mesh(2)) == pytest.approx((1e-4, 1e-9))
+    assert MEASURED.fit("all_reduce", 3, Mesh(3)) == MEASURED.fit("all_reduce", 4, Mesh(4)) == pytest.approx((2e-4, 0.5e-9))
+    assert MEASURED.fit("all_reduce", 8, Mesh(8)) == pytest.approx((4e-4, 1e-9))
+    assert MEASURED.fit("all_gather", 2, Mesh(2)) is None
+    assert MEASURED.fit("all_reduce", 2, Mesh(16)) is None  # leaves the node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -381,7 +382,7 @@ def test_saved_activations_are_held_once():
     assert [c.saved_bytes for c in costs] == [0, 64, 64]
     assert memory.saved_bytes(costs) == 64
     # the linear's backward holds d h (64), d x (256) and d w (256)
-    assert memory.transient_bytes(costs) == 64 + 256 + 256
+    assert memory.working_bytes(costs) == 64 + 256 + 256
 
 
 def test_a_frozen_weight_saves_no_input():
@@ -397,11 +398,12 @@ def test_a_frozen_weight_saves_no_input():
     assert op_cost(out, rule, strategy, (1, 1), TOY).saved == (((node.name, 0, ("R", "R")), 512),)
 
 
-def test_rank_memory():
-    states = [memory.state_bytes(10), memory.state_bytes(5, zero=1, ranks=2)]
-    table = memory.rank_memory(states, activations=100, flight=3, transient=7)
-    assert tuple(table) == memory.CATEGORIES
-    assert table == {"parameters": 60, "gradients": 60, "optimizer": 80 + 20, "activations": 300, "transient": 7}
+def test_moments():
+    state = {"parameters": 1, "gradients": 10, "optimizer": 100}
+    # 3 micro-batches in flight of 3: no gradients yet; of 4: those of the first
+    assert memory.moments(state, saved=1000, working=7, flight=3, microbatches=3, finishing=20) == (3108, 1118, 131)
+    assert memory.moments(state, saved=1000, working=7, flight=3, microbatches=4, standing=50)[0] == 3168
+    assert memory.moments(state, saved=1000, working=7, flight=1, microbatches=1)[:2] == (1108, 1108)
 
 
 # --- pipeline ------------------------------------------------------------------------------------------------------------
@@ -435,3 +437,30 @@ def test_step_equals_a_simulated_flow_shop(stages, m):
     assert seconds(stages, m) == pytest.approx(done[-1])
     bubble, next_one = (pipeline.bubble_share(stages, n, seconds(stages, n)) for n in (m, m + 1))
     assert 0 <= bubble + 1e-9 and next_one <= bubble + 1e-9
+
+
+def test_what_backward_hides_of_gradient_sums():
+    # four equal buckets of 1 s, full after 1, 2, 3, 4 s of backward: only the last is left; of 3 s each they queue up
+    assert pipeline.exposed_seconds([(8, 1.0)] * 4, backward=4) == 1
+    assert pipeline.exposed_seconds([(8, 3.0)] * 4, backward=4) == 1 + 4 * 3 - 4
+    assert pipeline.exposed_seconds([(8, 3.0)], backward=100) == 3
+    assert pipeline.exposed_seconds([], backward=1) == 0
+
+
+def test_ranks_that_share_processors_do_not_wait_in_vain():
+    """Two stages, one micro-batch: each waits half of the time, which costs nothing where both would share one processor anyway."""
+    one = pipeline.StageTime(0.5, 0.5)
+    step = pipeline.step_seconds("1F1B", 2, [one, one], 1)
+    assert pipeline.crowded_seconds(step, [1, 1], crowding=1) == pipeline.crowded_seconds(step, [1, 1], crowding=2) == 2
+    assert pipeline.crowded_seconds(step, [1, 1], crowding=4) == 4
+
+
+def test_measured_factors_multiply():
+    shape = (8, 8)
+    node = node_of(aten.gelu.default, shape, result=shape)
+    rule = bind("... -> ...", [shape], [shape], saved=(0,))
+    slow = Cluster("toy, slow gelu", replace(DEVICE, factors={"gelu": (3.0, 2.0)}), 4, TOY.intra, TOY.inter, nics=4)
+    plain, factored = (op_cost(node, rule, pick(rule, [shape], [shape], (1, 1), "replicate | replicate"), (1, 1), c) for c in (TOY, slow))
+    assert (factored.forward, factored.backward) == (3 * plain.forward, 2 * plain.backward)
+    slow_adam = replace(DEVICE, factors={"optimizer": (5.0, 0.0)})
+    assert optimizer_seconds(10, slow_adam) == 5 * optimizer_seconds(10, DEVICE)

@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard import passes
 from autoshard import runtime as rt
 from autoshard.capture import capture
+from autoshard.cluster import Cluster
 from autoshard.compiler import source
+from autoshard.cost.rank import left_by_forward
 from autoshard.errors import PlanError
 from autoshard.passes.checkpoint_regions import NOTHING, OPERANDS, RESULTS, checkpoint_regions
 
@@ -110,7 +112,8 @@ def test_memory_between_all_and_nothing():
     for kept in ((), ("addmm",), ("addmm", "scaled_dot_product_attention", "tanh")):
         plan = cell.plan((1, 1, 1), recompute="on")
         plan.kept = [name for name in plan.regions if name.rstrip("_0123456789") in kept]
-        cell.priced(plan)
+        stage = cell.prepared(plan).rewritten.stages[0].program
+        predicted = left_by_forward(stage, plan.mesh, Cluster.of("cpu").device)
 
         def work(sharded):
             with Live() as live:
@@ -122,7 +125,7 @@ def test_memory_between_all_and_nothing():
             return held, after
 
         held, after = cell.on_ranks(plan, work)[0]
-        found[kept] = held, plan.stage_rows[0].memory["activations"], after
+        found[kept] = held, predicted, after
     (least, p0, left), (some, p1, left1), (more, p2, left2) = found.values()
     assert left == left1 == left2  # what was kept is let go of
     assert least < some < more

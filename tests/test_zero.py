@@ -111,8 +111,8 @@ def test_bytes_of_a_rank():
         plan = cell.plan((k, 1, 1), level)
         for found in cell.on_ranks(plan, work):
             assert list(found.values()) == pytest.approx([n * b for b in bytes_each], rel=0.03), (level, found)
-            for category, nbytes in found.items():
-                assert plan.stage_rows[0].memory[category] == pytest.approx(nbytes, rel=0.03), (level, category)
+            for category in ("parameters", "optimizer"):  # of gradients the plan has what is there at the peak
+                assert plan.stage_rows[0].memory[category] == pytest.approx(found[category], rel=0.03), (level, category)
 
 
 def test_level_3_keeps_no_gathered_weight(monkeypatch):

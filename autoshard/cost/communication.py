@@ -10,6 +10,8 @@ Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of wor
     send                                     alpha +     n / beta
     slice, pad, divide             a copy in the rank's own memory: bytes read and written / memory bandwidth + launch
     none                           0
+
+Where a cluster has measurements (``Cluster.fits``), a collective takes what they say.
 """
 
 from __future__ import annotations
@@ -63,6 +65,14 @@ def collective_seconds(kind: str, nbytes: float, k: int, link: Link) -> float:
     return messages * (k - 1) * link.latency + bytes_sent(factor, nbytes, k) / link.rate
 
 
+def group_seconds(kind: str, nbytes: float, axis: str, k: int, mesh: Mesh, cluster: Cluster) -> float:
+    """``collective_seconds`` over the ``k`` ranks along ``axis``, as measured if it was."""
+    if k == 1:
+        return 0.0
+    fit = cluster.fit(kind, k, mesh)
+    return collective_seconds(kind, nbytes, k, cluster.link(axis, mesh)) if fit is None else fit[0] + nbytes * fit[1]
+
+
 def copy_seconds(kind: str, nbytes: float, k: int, device: Device) -> float:
     """Seconds of a conversion that stays on the rank; ``nbytes``: the full size along the axis."""
     if kind == "none" or k == 1:
@@ -75,7 +85,7 @@ def _run(kind: str, axis: str, nbytes: float, mesh: Mesh, cluster: Cluster, dire
     k = getattr(mesh, axis)
     if kind in _COPIES:
         return Collective(axis, kind, 0.0, copy_seconds(kind, nbytes, k, cluster.device), direction)
-    seconds = collective_seconds(kind, nbytes, k, cluster.link(axis, mesh))
+    seconds = group_seconds(kind, nbytes, axis, k, mesh, cluster)
     return Collective(axis, kind, bytes_sent(_RING[kind][1], nbytes, k), seconds, direction)
 
 
@@ -151,7 +161,7 @@ def gradient_sync(nbytes: float, axes: tuple[str, ...], mesh: Mesh, cluster: Clu
     name, k = "+".join(axes), prod(getattr(mesh, axis) for axis in axes)
     if k == 1:
         return Collective(name, "all_reduce", 0.0, 0.0, "backward")
-    seconds = collective_seconds("all_reduce", nbytes, k, cluster.link(name, mesh))
+    seconds = group_seconds("all_reduce", nbytes, name, k, mesh, cluster)
     return Collective(name, "all_reduce", bytes_sent("2", nbytes, k), seconds, "backward")
 
 
@@ -191,4 +201,4 @@ def kernel_steps(strategy: Strategy, itemsize: int, mesh: Mesh, cluster: Cluster
 
 def send(nbytes: float, mesh: Mesh, cluster: Cluster, direction: str = "forward") -> Collective:
     """A rank's message of ``nbytes`` to its counterpart in the next stage (backward: in the one before)."""
-    return Collective("pipeline", "send", nbytes, collective_seconds("send", nbytes, 2, cluster.link("pipeline", mesh)), direction)
+    return Collective("pipeline", "send", nbytes, group_seconds("send", nbytes, "pipeline", 2, mesh, cluster), direction)

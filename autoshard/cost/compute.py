@@ -2,14 +2,14 @@
 
     t = max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) + kernels * launch
 
-(Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 2009.)
+(Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 2009.) Where a
+device has measured factors for an op, they multiply that.
 ``flops`` and ``bytes`` are those of the fullest rank and of one micro-batch. An op that is sharded does 1/k of the work; one that is
 replicated or deferred does all of it on every rank, and pays in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -17,6 +17,7 @@ from math import prod
 from torch import fx
 
 from autoshard.cluster import Cluster, Device
+from autoshard.cost.scratch import op_scratch
 from autoshard.placement import Layout, R, local_shape
 from autoshard.program import is_getitem, op_kind, operands, result_of, tensors
 from autoshard.rules.notation import OpRule, Strategy
@@ -42,7 +43,8 @@ class OpCost:
     """One op under one strategy, on the fullest rank, for one micro-batch.
 
     forward / backward: seconds. flops: of the whole op, forward, undivided. split: by how many ranks that work is divided.
-    saved: what backward needs of activations, (storage, bytes) each once; the same storage may be saved by other ops too.
+    saved: what backward needs of activations, (storage, bytes) each once; the same storage may be saved by other ops too. What the kernel
+        saves beside operands and results lies in storage (node, -1, ()).
     result_bytes: memory that the op itself allocates. working_bytes: what it needs while it runs, the larger of forward and backward.
     """
 
@@ -73,7 +75,8 @@ def optimizer_seconds(elements: float, device: Device, itemsize: int = 4, mixed:
     Bound by memory: parameter, gradient and two moments are read, parameter and moments written, 7 values an element: 28 bytes. Of the
     elements in ``mixed`` precision the gradient is made fp32 before (2 bytes read, 4 written), and the master rounded behind (4 and 2).
     """
-    return roofline_seconds(0.0, 7 * itemsize * elements + 12 * mixed, "fp32", device)
+    seconds = roofline_seconds(0.0, 7 * itemsize * elements + 12 * mixed, "fp32", device)
+    return seconds * device.factors.get("optimizer", (1.0,))[0]
 
 
 def offloaded_seconds(elements: float, itemsize: int, cluster: Cluster) -> float:
@@ -127,28 +130,6 @@ def storage_node(node: fx.Node) -> tuple[fx.Node, int]:
     return producer, index
 
 
-def region_inputs(region: Collection[fx.Node], sizes: tuple[int, int]) -> dict[Storage, float]:
-    """Bytes of what ops that are computed again together read of other ops' results, on the fullest rank: what is kept of the region."""
-    inside, found = set(region), {}
-    for x in {x: None for node in region for x in node.all_input_nodes}:
-        producer, index = storage_node(x)
-        if producer not in inside and x not in inside and producer.op == "call_function":
-            found.update([_stored(producer, index, sizes)])
-    return found
-
-
-def results(nodes: Collection[fx.Node], sizes: tuple[int, int]) -> dict[Storage, float]:
-    """Bytes of all results of some ops, on the fullest rank."""
-    return dict(_stored(node, i, sizes) for node in nodes for i in range(len(tensors(node.meta["val"]))))
-
-
-def _stored(node: fx.Node, index: int, sizes: tuple[int, int]) -> tuple[Storage, float]:
-    """Where a result of an op lies, and its bytes on the fullest rank."""
-    value, layout = tensors(node.meta["val"])[index], node.meta["layouts"][index]
-    kinds = tuple(p.kind.rstrip("*") for p in layout)
-    return (node.name, index, kinds), local_elements(tuple(value.shape), layout, sizes) * value.element_size()
-
-
 @dataclass(frozen=True)
 class _Value:
     """An operand or a result: global shape, bytes an element, whether a gradient flows, whether it grows with the batch, where it lies."""
@@ -193,7 +174,8 @@ def op_costs(
     results = [_Value(tuple(v.shape), v.dtype.itemsize, grad and v.dtype.is_floating_point, share, node, i) for i, v in enumerate(vals)]
     floats = [v.dtype for v in vals if v.dtype.is_floating_point]
     work = batch_share if any(v.share == batch_share for v in inputs + results) else 1.0
-    job = _Job(kind, rule, inputs, results, dtype_name(floats[0]) if floats else "fp32", rule.flops * work, grad, cluster.device, sizes)
+    dtype = dtype_name(floats[0]) if floats else "fp32"
+    job = _Job(node, kind, rule, inputs, results, dtype, rule.flops * work, grad, cluster.device, sizes)
     return [job.cost(s) for s in strategies]
 
 
@@ -206,6 +188,7 @@ def op_cost(node, rule, strategy, sizes, cluster, batch_share=1.0, whole=frozens
 class _Job:
     """What is the same for all strategies of one op."""
 
+    node: fx.Node
     kind: str
     rule: OpRule
     inputs: list[_Value]
@@ -235,8 +218,13 @@ class _Job:
         incoming = sum(b for b, v in zip(outs, self.results) if v.grad)
         outgoing = sum(ins[i] for i in gradients)
         backward = self._backward(ins, outs, flops, gradients, incoming) if gradients else 0.0
-        working = max(0.0 if window else sum(outs), incoming + outgoing)
-        saved = self._saved(ins, outs, strategy) if gradients else ()
+        factors = self.device.factors.get(self.kind)
+        if factors:
+            forward, backward = forward * factors[0], backward * factors[1]
+        vocabulary = any(choice.comms and k > 1 for choice, k in zip(strategy.choices, self.sizes))
+        scratch = op_scratch("vocab_cross_entropy" if vocabulary and self.kind == "cross_entropy_loss" else self.kind, ins, outs)
+        working = max(0.0 if window else sum(outs) + scratch.forward, incoming + outgoing + scratch.backward)
+        saved = self._saved(ins, outs, strategy, scratch.saved, vocabulary) if gradients else ()
         return OpCost(forward, backward, self.flops, split_of(strategy, self.sizes), saved, 0.0 if window else sum(outs), working)
 
     def _bytes(self, values: list[_Value], layouts: tuple[Layout, ...]) -> list[float]:
@@ -264,9 +252,10 @@ class _Job:
         saved = sum(ins[i] if i >= 0 else outs[-1 - i] for i in self.saved)
         return self._seconds(0.0, incoming + saved + sum(ins[i] for i in gradients), 1)
 
-    def _saved(self, ins, outs, strategy: Strategy) -> tuple[tuple[Storage, float], ...]:
-        found: dict[Storage, float] = {}
-        for i in self.saved:
+    def _saved(self, ins, outs, strategy: Strategy, hidden: float, vocabulary: bool) -> tuple[tuple[Storage, float], ...]:
+        """hidden: what the kernel saves that is neither operand nor result. vocabulary: it is cut, and then the logits are saved."""
+        found: dict[Storage, float] = {(self.node.name, -1, ()): hidden} if hidden else {}
+        for i in (0, *self.saved) if vocabulary and self.kind == "cross_entropy_loss" else self.saved:
             if i >= 0 and not self._needed(i):
                 continue
             at, layouts = (i, strategy.operands) if i >= 0 else (-1 - i, strategy.results)

@@ -94,6 +94,31 @@ def bubble_share(work: Sequence[float], microbatches: int, pipelined: float) -> 
     return 1.0 - microbatches * sum(work) / (len(work) * pipelined) if pipelined else 0.0
 
 
+def exposed_seconds(buckets: Sequence[tuple[float, float]], backward: float) -> float:
+    """Seconds of communication that are left when the last backward, of ``backward`` seconds, is over.
+
+    buckets: of gradients, (bytes, seconds of their sum) in the order in which backward fills them, at a steady pace. Each is summed when it
+    is full and the one before is done, while backward goes on: the last one never overlaps.
+    """
+    total, whole = (sum(column) for column in zip(*buckets)) if buckets else (0.0, 0.0)
+    filled = free = 0.0
+    for nbytes, seconds in buckets:
+        filled += nbytes
+        free = max(free, backward * filled / total) + seconds
+    return min(whole, max(0.0, free - backward))
+
+
+def crowded_seconds(step: float, busy: Sequence[float], crowding: float) -> float:
+    """Seconds of a step of ranks that share processors: no less than all their work takes, if nobody ever waits.
+
+    step: if they shared nothing. busy: the seconds that each of the stages' ranks works. crowding: how much longer work takes when all
+    ranks are at it; a rank that waits leaves its share to the others.
+    """
+    return max(step, crowding * sum(busy) / len(busy))
+
+
+
+
 def equal_bubble(p: int, microbatches: int) -> float:
     """The bubble of p equal stages, (p - 1) / (p - 1 + m): 8 stages and 4 micro-batches wait 63.6 % of the time."""
     return (p - 1) / (p - 1 + microbatches)

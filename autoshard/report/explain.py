@@ -255,8 +255,8 @@ def memory(plan: Plan) -> list[Part]:
         cells = [str(rank), *(size(table.get(name, 0.0)) for name in categories), size(total)]
         rows.append((*cells, percent(total / plan.memory_limit) if plan.memory_limit else "-"))
     peak, limit = plan.peak_bytes, plan.memory_limit
-    place = ">rank" if plan.chunks > 1 else ">stage"
-    out = [Title("Memory per rank"), Table((place, *(f">{name}" for name in categories), ">total", ">of limit"), tuple(rows))]
+    heads = (">rank" if plan.chunks > 1 else ">stage", *(f">{name}" for name in categories), ">total", ">of limit")
+    out = [Title("Memory per rank (at the moment of a step when it is fullest)"), Table(heads, tuple(rows))]
     levels = Counter(level for level in plan.zero.values() if level)
     if levels:
         cut = ", ".join(f"{_plural(n, 'parameter')} at level {level}" for level, n in sorted(levels.items()))

@@ -41,7 +41,8 @@ def classes(node: fx.Node) -> OpRule:
         node,
         specs,
         " ".join(batch) if reduction == NONE else "",
-        saved=("self", "target", "weight"),
+        # of logits their log_softmax is kept, no operand; of log-probabilities, themselves
+        saved=("target", "weight") if node.target is aten("cross_entropy_loss") else ("self", "target", "weight"),
         local={"v": "vocab_cross_entropy"} if vocabulary else {},
         special=(shard_classes,) if vocabulary else (),
     )

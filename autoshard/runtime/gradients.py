@@ -76,6 +76,13 @@ class _Scatter(_Bucket):
         shards = [e.shard for e in self._launched]
         self._slots, axis = Slots(shards), shards[0].axis
         self._sent, self._piece = self._slots.new(axis.size), self._slots.new(1)
+        self._fill(shards)
+        for shard in shards:
+            shard.whole.grad = None
+        self._work = collectives.start_reduce_scatter(self._piece, self._sent, axis)
+
+    def _fill(self, shards: list[Rounded]) -> None:
+        """Copy the gradients to where they are sent from; a function of its own, so that no view of them outlives it."""
         targets, sources = [], []
         for rank, row in enumerate(self._sent):
             for i, shard in enumerate(shards):
@@ -83,9 +90,6 @@ class _Scatter(_Bucket):
                 targets.append(self._slots.slot(row, i, part))
                 sources.append(part)
         torch._foreach_copy_(targets, sources)
-        for shard in shards:
-            shard.whole.grad = None
-        self._work = collectives.start_reduce_scatter(self._piece, self._sent, axis)
 
     def finish(self) -> None:
         if self._work is None:
