@@ -67,17 +67,17 @@ def parser() -> argparse.ArgumentParser:
 def _shared_flags() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(add_help=False)
     flags.add_argument("target", metavar="TARGET", help="module:function or file.py:function; it returns (model, example_inputs)")
-    flags.add_argument("--mesh", metavar="D,T,P", help="sizes of the axes data,tensor,pipeline, for example 4,2,2")
+    flags.add_argument("--mesh", metavar="D,T,P", help="sizes of data,tensor,pipeline, for example 4,2,2; or a number of devices, or auto")
     flags.add_argument("--cluster", metavar="NAME", help="hardware to plan for, for example a100-dgx")
     flags.add_argument("--memory", metavar="SIZE", help="limit on a rank's memory, for example 40GiB (default: the cluster's)")
     flags.add_argument("--microbatches", type=_positive, metavar="M", help="pieces to cut the batch into (default: the solver decides)")
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="of forward and backward (default: fp32, as the model is)")
-    flags.add_argument("--zero", metavar="LEVEL", default="auto", help="ZeRO over data: 0, 1, 2, 3 or auto (default; 0 for now)")
-    flags.add_argument("--recompute", metavar="WHEN", default="auto", help="layers in backward: on, off or auto (default; off for now)")
-    flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default; off for now)")
+    flags.add_argument("--zero", metavar="LEVEL", default="auto", help="ZeRO over data: 0, 1, 2, 3 or auto (default: what is best)")
+    flags.add_argument("--recompute", metavar="WHEN", default="auto", help="layers in backward: on, off or auto (default: what is best)")
+    flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default: what is best)")
     flags.add_argument("--random", choices=("invariant", "native"), help="dropout masks: invariant to the mesh (default), or torch's own")
     flags.add_argument(
-        "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default; 1F1B for now)"
+        "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default: 1F1B)"
     )
     flags.add_argument(
         "--pin", action="append", default=[], metavar="NAME=AXIS:PLACEMENT",
@@ -151,7 +151,7 @@ def _options(arguments: argparse.Namespace) -> dict:
     given = {name: getattr(arguments, name) for name in ("cluster", "memory", "microbatches", "precision", "random", "plan")}
     options = {name: value for name, value in given.items() if value is not None}
     if arguments.mesh is not None:
-        options["mesh"] = _mesh(arguments.mesh)
+        options["mesh"] = Mesh.wanted(arguments.mesh)
     elif arguments.plan is None:
         raise UsageError("no mesh", hint="give --mesh data,tensor,pipeline, for example --mesh 4,2,2")
     if arguments.plan is not None:
@@ -173,12 +173,6 @@ def _only(value: str, flag: str, built: tuple[str, ...], planned: tuple[str, ...
     if value not in built:
         what = f"{flag} {value} is not built yet" if value in planned else f"{flag} can't be {value!r}"
         raise UsageError(what, hint=f"{flag} takes {' or '.join(built)}")
-
-
-def _mesh(text: str) -> Mesh:
-    if text == "auto" or text.isdigit():
-        raise UsageError(f"--mesh {text}: choosing the mesh is not built yet", hint="give all axes, for example --mesh 4,2,2")
-    return Mesh.of(text)
 
 
 def _pins(texts: list[str]) -> dict[str, dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,28 +11,28 @@ from torch import nn
 
 from autoshard import passes
 from autoshard.capture import Captured, capture
-from autoshard.cluster import Cluster, parse_bytes
+from autoshard.cluster import Cluster
 from autoshard.draws import without_keys
 from autoshard.emit import RankProgram, emit
 from autoshard.errors import MeshError, PlanError
 from autoshard.launching import Deferred, interface, load_source, one_plan_for_all, sharded_module, start, write_folder
-from autoshard.logs import logger
 from autoshard.mesh import Mesh
-from autoshard.passes.cut_stages import Stage, pure_nodes
+from autoshard.passes.cut_stages import Stage
 from autoshard.passes.id_checks import IdChecks, id_checks
 from autoshard.passes.localize import piece_sizes
 from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import microbatch_candidates
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Saving, apply, decide, record, restore
+from autoshard.planning.planner import Decision, Saving, restore
 from autoshard.precision import skeleton
-from autoshard.predict import check_memory, describe, fingerprint, predict
+from autoshard.predict import fingerprint
 from autoshard.program import Program
 from autoshard.runtime.interface import Interface
 from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import StageModule
 from autoshard.runtime.world import World
-from autoshard.schedule import SCHEDULES, Schedule, schedule_of
+from autoshard.schedule import schedule_of
+from autoshard.searching import convert, plan_for, search
 from autoshard.variants import as_example, in_mode, same_stages, same_weights
 
 
@@ -61,19 +60,21 @@ def plan(
 
     Args:
         model: on any device, ``meta`` included; not modified.
-        mesh: (data, tensor, pipeline), a dict of these names, or a Mesh.
+        mesh: (data, tensor, pipeline), a dict of these names, or a Mesh; or a number of devices, or "auto" for as many as torchrun started:
+            then the fastest of their meshes whose tensor axis stays within a node.
         example_inputs: the *global* batch: a dict of keyword arguments or a tuple.
         cluster: a preset's name, a TOML file, or a Cluster.
         memory: limit of a rank, bytes or text such as "40GiB"; by default what the cluster's device has.
         microbatches: how many; by default the number with the shortest predicted step.
         pin: placements that are forced: ``{"lm_head.weight": {"tensor": "S(0)"}}``; parameters, inputs, or outputs of modules, by name.
         zero: ZeRO level of every weight that can be cut over data: 0 nothing is cut, 1 what the optimizer keeps of it, 2 its gradient too,
-            3 the weight too. "auto" is 0 for now.
-        recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto" is "off" for now.
+            3 the weight too. "auto": for each weight what is best, which is 0 where memory allows it.
+        recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto": for each layer, and
+            each value in it, what is best.
         schedule: of the pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", the last three with two
-            stages a rank. "auto" is "1F1B" for now.
+            stages a rank. "auto" is "1F1B".
         offload: "optimizer": all trained parameters are updated on the host, and what the optimizer keeps of them is in its memory; "off".
-            "auto" is "off" for now.
+            "auto" is "off".
         precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
             whose trained parameters the optimizer has an fp32 master each.
         random: dropout masks and other random numbers: "invariant" to the mesh, those that one device draws in ``invariant_random``; or
@@ -85,7 +86,8 @@ def plan(
         AutoshardError: no plan; it says what is in the way.
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims, precision)
-    return _plan(captured, _title(model), Mesh.of(mesh), cluster, memory, microbatches, pin, zero, recompute, schedule, offload, random)
+    given = (cluster, memory, microbatches, pin, zero, recompute, schedule, offload, random)
+    return search(captured, _title(model), Mesh.wanted(mesh), *given)
 
 
 def compile(
@@ -109,8 +111,8 @@ def compile(
     if example_inputs is None:
         given = {"plan": plan, "loss_fn": loss_fn, "batch_dims": batch_dims, **options}
         return Deferred(model.training, lambda batch: compile(model, mesh, batch, **given))
-    mesh = Mesh.of(mesh)
-    world = start(mesh)
+    mesh = plan.mesh if plan is not None and Mesh.wanted(mesh) == plan.mesh.size else Mesh.wanted(mesh)
+    world = start(Mesh(mesh) if isinstance(mesh, int) else mesh)
     precision = options.pop("precision", None)
     if plan is not None and precision not in (None, plan.precision):
         raise PlanError(f"the plan is for precision {plan.precision}, not {precision}", hint="make a plan for this precision")
@@ -118,7 +120,10 @@ def compile(
         raise PlanError(f"the plan is for random={plan.random!r}, not {options['random']!r}", hint="make a plan for these random numbers")
     captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision if plan else precision or "fp32")
     if plan is None:
-        plan = one_plan_for_all(world, lambda: _plan(captured, _title(model), mesh, **_defaults(options)))
+        plan = one_plan_for_all(world, lambda: search(captured, _title(model), mesh, **_defaults(options)))
+    if isinstance(mesh, int):
+        mesh = plan.mesh
+        world = start(mesh)
     return Prepared.of(captured, plan, mesh, example_inputs, options.get("cluster")).sharded(model, world)
 
 
@@ -133,71 +138,6 @@ def _defaults(options: dict) -> dict:
 
 def _title(model: nn.Module) -> str:
     return type(model).__name__
-
-
-def _plan(
-    captured: Captured, title: str, mesh: Mesh, cluster, memory, microbatches, pin, zero, recompute, schedule, offload, random
-) -> Plan:
-    """Capture -> the best plan over the numbers of micro-batches."""
-    if offload not in ("optimizer", "off", "auto"):
-        raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
-    saving = Saving.of(zero, recompute)
-    placed = default_schedule(mesh) if schedule == "auto" else schedule_of(schedule)
-    program = without_keys(passes.run("canonicalize", captured.program), random)
-    program.mesh = mesh
-    cluster = Cluster.of(cluster)
-    limit = parse_bytes(memory) if memory is not None else cluster.device.memory
-    best: Plan | None = None
-    refused: PlanError | None = None
-    for m in microbatch_candidates(program, mesh, microbatches):
-        if m == 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
-            break
-        try:
-            common = {"saving": saving, "schedule": placed, "offload": offload == "optimizer"}
-            found = plan_for(captured, program, title, mesh, cluster, limit, m, dict(pin or {}), **common)
-        except PlanError as error:
-            if microbatches is not None or mesh.pipeline == 1:
-                raise
-            refused = refused or error
-            continue
-        if best is None or (found.peak_bytes > limit, found.step_seconds) < (best.peak_bytes > limit, best.step_seconds):
-            best = found
-    if best is None:
-        raise refused
-    best.random = random
-    check_memory(best)
-    return best
-
-
-def default_schedule(mesh: Mesh) -> Schedule:
-    return SCHEDULES["1F1B" if mesh.pipeline > 1 else "none"]
-
-
-def plan_for(
-    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
-) -> Plan:
-    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
-    start_time = time.perf_counter()
-    schedule = schedule or default_schedule(mesh)
-    schedule.check(m, mesh.pipeline, schedule.chunks)
-    cut: Microbatched = passes.run("microbatch", program, m)
-    decision = decide(cut.program, mesh, cluster, pure_nodes, limit, pins, solvers=solvers, saving=saving, chunks=schedule.chunks)
-    decision.solver["trace_seconds"] = captured.seconds
-    strategies, stages = record(decision)
-    plan = describe(captured, program, title, mesh, cluster, limit, m, strategies, stages, decision.solver, schedule.name, schedule.chunks)
-    plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
-    plan.offload = sorted(param.name for param in program.params.values() if param.requires_grad) if offload else []
-    predict(plan, convert(cut.program, decision), cluster)
-    logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, decision.solver["seconds"])
-    plan.solver["plan_seconds"] = time.perf_counter() - start_time
-    return plan
-
-
-def convert(program: Program, decision: Decision) -> Program:
-    """The program with all that was decided written on its nodes, conversions explicit."""
-    placed = passes.run("zero", apply(program, decision), decision.zero)
-    regions = passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
-    return passes.run("bucket_gathers", regions)
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from autoshard.errors import MeshError
 
@@ -52,6 +54,34 @@ class Mesh:
         if not isinstance(mesh, (tuple, list)) or not 1 <= len(mesh) <= 3:
             raise MeshError(f"can't read the mesh {mesh!r}", hint="write (data, tensor, pipeline), for example (4, 2, 2)")
         return cls(*mesh)
+
+    @classmethod
+    def wanted(cls, mesh: Any) -> Mesh | int:
+        """A mesh, or a number of devices, of which every mesh may be made: a number, also as text, or "auto" under torchrun.
+
+        "auto" is the number of processes that torchrun started. Raises MeshError.
+        """
+        if mesh == "auto":
+            world = os.environ.get("WORLD_SIZE", "")
+            if not world.isdecimal():
+                raise MeshError('mesh "auto" is the number of processes, and torchrun has started none', hint="write a number of devices")
+            return int(world)
+        if isinstance(mesh, str) and mesh.isdecimal():
+            mesh = int(mesh)
+        if isinstance(mesh, bool) or not isinstance(mesh, int):
+            return cls.of(mesh)
+        if mesh < 1:
+            raise MeshError(f"no mesh has {mesh} devices", hint="write a positive number")
+        return mesh
+
+    @classmethod
+    def all(cls, devices: int, node_size: int) -> list[Mesh]:
+        """Every mesh of so many devices whose tensor axis stays within a node, shorter pipelines first."""
+        found = []
+        for pipeline in (p for p in range(1, devices + 1) if devices % p == 0):
+            rest = devices // pipeline
+            found += [cls(rest // tensor, tensor, pipeline) for tensor in range(1, min(rest, node_size) + 1) if rest % tensor == 0]
+        return found
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -137,13 +137,14 @@ class Reference:
             plan, options: as for ``autoshard.verify``.
             build: ``build(model, batch)``, called on every rank, makes the sharded module; by default ``autoshard.compile`` with the plan.
         """
-        mesh, start = Mesh.of(mesh), time.monotonic()
+        mesh, start = Mesh.wanted(mesh), time.monotonic()
         model, steps = self.trial.model, len(self.trial.batches)
         if build is None:
             given = {"precision": self.precision, "random": self.trial.random, **self.common}
             plan = plan or compiler.plan(model, mesh, self.trial.batches[0], **given, **options)
             if plan.random != self.trial.random:
                 raise RunError(f"the plan is for random={plan.random!r}, not {self.trial.random!r}", hint="leave random= out, or the plan")
+            mesh = plan.mesh
             build = self._build(mesh, plan)
         report = Report(mesh, type(model).__name__, str(self.dtype).removeprefix("torch."), steps, backend=self.backend)
         report.parameters = sum(p.numel() for p in model.parameters())

@@ -33,3 +33,19 @@ def microbatch_candidates(program: Program, mesh: Mesh, asked: int | None) -> li
         if nearest not in found:
             found.append(nearest)
     return [m for m in found if m > 1] + [1]
+
+
+def larger_microbatches(program: Program, mesh: Mesh, tried: int) -> list[int]:
+    """Numbers above ``tried``, each about twice the one before, for batches that need to be cut smaller to fit.
+
+    A micro-batch should give each data rank a sample, if one larger than that does not already fit.
+    """
+    batch = batch_of(program)
+    if batch is None:
+        return []
+    roomy = [m for m in range(tried + 1, batch + 1) if batch % m == 0 and batch // m % mesh.data == 0]
+    found: list[int] = []
+    for m in roomy:
+        if m >= 2 * (found[-1] if found else tried) or m == roomy[-1]:
+            found.append(m)
+    return found

@@ -80,7 +80,7 @@ def decide(
     if saving.recompute:
         decision.regions = layer_regions(program, pure(program))
     if mesh.pipeline > 1:
-        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts, chunks)
+        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts, chunks, saving)
     notes["seconds"] = time.perf_counter() - start
     return decision
 
@@ -110,7 +110,9 @@ def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mes
     return chosen, notes
 
 
-def _cut(program: Program, annotated, decision: Decision, mesh: Mesh, cluster: Cluster, pure, limit, solve, chunks) -> dict[fx.Node, int]:
+def _cut(
+    program: Program, annotated, decision: Decision, mesh: Mesh, cluster: Cluster, pure, limit, solve, chunks: int, saving: Saving
+) -> dict[fx.Node, int]:
     chosen, regions, priced = decision.chosen, decision.regions, {}
     kept = set()
     for node in program.ops:
@@ -130,6 +132,8 @@ def _cut(program: Program, annotated, decision: Decision, mesh: Mesh, cluster: C
     try:
         solution = solve(found.problem)
     except cuts.OutOfMemory as error:
+        if saving.open:  # then memory is another's business
+            return _cut(program, annotated, decision, mesh, cluster, pure, None, solve, chunks, saving)
         raise InfeasibleError(
             f"no cut into {mesh.pipeline} stages fits: a rank of stage {error.stage} needs {error.least / 2**30:.3g} GiB in the best one, "
             f"the limit is {error.limit / 2**30:.3g} GiB",

@@ -12,15 +12,16 @@ from autoshard.errors import PlanError
 from autoshard.placement import Layout, R, cut_over_data
 from autoshard.planning.fold import fold
 from autoshard.planning.stages import alive_across
+from autoshard.planning.staging import AGAIN, KEPT, ONCE, PLAIN
 from autoshard.program import Program, tensors
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What is asked for: one ZeRO level for all weights, and whether layers are computed again."""
+    """What is asked for: one ZeRO level for all weights, and whether layers are computed again. None: whatever is best."""
 
-    zero: int = 0
-    recompute: bool = False
+    zero: int | None = 0
+    recompute: bool | None = False
 
     @classmethod
     def of(cls, zero: int | str, recompute: str) -> Saving:
@@ -29,7 +30,22 @@ class Saving:
             raise PlanError(f"zero={zero!r} is no ZeRO level", hint='use 0, 1, 2, 3 or "auto"')
         if recompute not in ("on", "off", "auto"):
             raise PlanError(f"recompute={recompute!r} can't be", hint='use "on", "off" or "auto"')
-        return cls(0 if zero == "auto" else zero, recompute == "on")
+        return cls(None if zero == "auto" else zero, None if recompute == "auto" else recompute == "on")
+
+    @property
+    def open(self) -> bool:
+        """Whether there is anything to decide."""
+        return self.zero is None or self.recompute is None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The ZeRO levels that weights may have. Not 1, which needs more memory than 2 and sends more."""
+        return (0, 2, 3) if self.zero is None else (self.zero,)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """What may become of ops in backward."""
+        return {None: (PLAIN, KEPT, AGAIN, ONCE), True: (AGAIN, ONCE), False: (PLAIN,)}[self.recompute]
 
 
 NOTHING = Saving()

@@ -1,0 +1,138 @@
+"""Decide everything at once, under memory: shardings, ZeRO levels, what is computed again, and stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from autoshard.cluster import Cluster
+from autoshard.errors import InfeasibleError
+from autoshard.logs import logger
+from autoshard.mesh import Mesh
+from autoshard.planning.fold import fold
+from autoshard.planning.planner import Decision
+from autoshard.planning.saving import Saving
+from autoshard.planning.staging import ANY, KEPT, PLAIN, Allowed, Irregular, Staged, chain_of, stage_problem
+from autoshard.planning.strategies import annotate, pinned_node, split_heavy
+from autoshard.program import Program
+from autoshard.solvers.exact import StagedSolution
+from autoshard.solvers.folded import OutOfMemory, solve_folded
+from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
+
+_TRIES = 4  # of plans whose memory was estimated badly
+_SLOW, _ROOM = 0.01, 0.03  # a plan so much above the bound that leaves so much memory: the limit was felt too early
+
+
+def decide_jointly(
+    program: Program,
+    mesh: Mesh,
+    cluster: Cluster,
+    pure: set[fx.Node],
+    limit: float,
+    pins: dict[str, dict[str, str]],
+    saving: Saving,
+    schedule: str,
+    transient: Sequence[float],
+    measure: Callable[[Decision], Sequence[float]],
+    time_limit: float = 60.0,
+) -> Decision:
+    """The fastest decision found that fits, with a proven bound.
+
+    Args:
+        pure: values that any stage can compute for itself.
+        limit: bytes a rank.
+        transient: bytes of each stage that the problem knows nothing of, as a first guess.
+        measure: predicted peak bytes of each stage, of a decision.
+
+    Raises:
+        Irregular: the model has no blocks that could be told apart.
+        InfeasibleError: nothing fits.
+    """
+    start = time.perf_counter()
+    folding = fold(program)
+    alike = folding.by_node(program)
+    for name in pins:
+        alike.pop(pinned_node(program, name), None)
+    annotated = annotate(program, mesh, pins, alike)
+    split_heavy(annotated, alike)
+    chain = chain_of(program, folding, pure)
+    if len(chain.blocks) < mesh.pipeline:
+        raise Irregular(f"{len(chain.blocks)} blocks can't fill {mesh.pipeline} stages")
+    allowed = Allowed(saving.levels, saving.modes)
+    staged = stage_problem(program, annotated, chain, pure, mesh, cluster, schedule, limit, allowed)
+    reserve, parts, bound = tuple(transient), {}, None
+    best: Decision | None = None
+    for _ in range(_TRIES):
+        problem = replace(staged.problem, reserve=reserve)
+        try:
+            solution = solve_folded(problem, time_limit, progress=logger("plan").info, parts=parts)
+        except OutOfMemory as error:
+            if best is not None:
+                break
+            if bound is None and any(reserve):  # perhaps with less room for what comes and goes
+                reserve, bound = (0.0,) * mesh.pipeline, 0.0
+                continue
+            raise nothing_fits(error, mesh) from error
+        bound = min(bound or solution.bound, solution.bound)
+        decision = _decision(program, staged, solution.answer)
+        needed = measure(decision)
+        # what the problem did not see of this plan, or saw too large, it is told of the next
+        reserve = tuple(r + n - known for r, n, known in zip(reserve, needed, solution.evaluation.memory))
+        if max(needed) > limit:
+            continue
+        decision.solver = _notes(solution, bound, problem, len(annotated), time.perf_counter() - start)
+        if best is not None:
+            return min(best, decision, key=lambda d: d.solver["objective"])
+        best = decision
+        if solution.gap < _SLOW or max(needed) > limit * (1 - _ROOM):
+            break
+    if best is not None:
+        return best
+    worst = max(range(len(needed)), key=needed.__getitem__)
+    raise InfeasibleError(
+        f"no plan was found that fits: in the last, a rank of stage {worst} needs {needed[worst] / 2**30:.3g} GiB, "
+        f"the limit is {limit / 2**30:.3g} GiB",
+        hint="use more devices, a smaller batch, or more micro-batches",
+    )
+
+
+def _notes(solution: StagedSolution, bound: float, problem: StagedProblem, nodes: int, seconds: float) -> dict:
+    """The solver's account, as a plan keeps it."""
+    strategies = sum(len(op.costs) for op in problem.ops)
+    return {
+        "name": "HiGHS and SCIP",
+        "status": solution.status,
+        "objective": solution.objective,
+        "bound": bound,
+        "gap": max(0.0, 1 - bound / solution.objective),
+        "variables": strategies,
+        "ops": len(problem.ops),
+        "strategies": strategies,
+        "folded": nodes - len(problem.ops),
+        "seconds": seconds,
+    }
+
+
+def nothing_fits(error: OutOfMemory, mesh: Mesh) -> InfeasibleError:
+    gib = 2.0**30
+    return InfeasibleError(
+        f"nothing fits on mesh {mesh}, with any ZeRO level and recomputation that is allowed: a rank of stage {error.stage} needs "
+        f"{error.least / gib:.3g} GiB in the smallest plan found (no plan needs less than {error.proven / gib:.3g} GiB), "
+        f"the limit is {error.limit / gib:.3g} GiB",
+        hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
+    )
+
+
+def _decision(program: Program, staged: Staged, answer: StagedAnswer) -> Decision:
+    ways, chain = staged.read(answer), staged.chain
+    again = {chain.block_of[node] for node, way in ways.items() if node in chain.block_of and way.mode not in (ANY, PLAIN)}
+    return Decision(
+        chosen={node: way.strategy for node, way in ways.items()},
+        stages={node: stage_of(answer.first, chain.block_of[node]) for node in program.ops},
+        zero={program.params[node.name].name: way.level for node, way in ways.items() if way.level},
+        regions={node.name: chain.block_of[node] for node in program.ops if chain.block_of[node] in again},
+        kept=[node.name for node, way in ways.items() if way.mode == KEPT],
+    )

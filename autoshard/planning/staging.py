@@ -1,0 +1,548 @@
+"""From annotated nodes to the staged problem: blocks that the chain may be cut between, and everything that can be decided about an op.
+
+    a weight             how it lies over tensor, and its ZeRO level
+    any other op         its sharding; whether its block is computed again in backward, and if so, whether its own result is kept
+
+A block is one layer of those that repeat, or what lies between them. In a block that is not computed again, what an op saves for backward
+is paid for once a (storage, placement); in one that is, the block's inputs are saved, and what is kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import fx
+
+from autoshard.cluster import Cluster
+from autoshard.cost.communication import kernel_steps, send, weight_sync
+from autoshard.cost.compute import Storage, op_costs, optimizer_seconds, storage_node
+from autoshard.cost.memory import state_bytes
+from autoshard.cost.pipeline import in_flight
+from autoshard.mesh import SHARDED_AXES, Mesh
+from autoshard.placement import R_STAR, Layout, R, cut_over_data, local_shape
+from autoshard.planning.fold import Folding
+from autoshard.planning.problem import BUCKET, EPSILON, move_seconds
+from autoshard.planning.stages import alive_across
+from autoshard.planning.strategies import Annotated
+from autoshard.program import Program, operands, tensors
+from autoshard.rules.notation import Strategy
+from autoshard.solvers.staged import (
+    EVERY,
+    FIRST,
+    HERE,
+    NEXT,
+    NOTHING,
+    RESIDENT,
+    Amount,
+    StagedAnswer,
+    StagedOp,
+    StagedProblem,
+    StagedUse,
+    StagedValue,
+)
+
+ANY, PLAIN, KEPT, AGAIN, ONCE = "any", "plain", "kept", "again", "once"
+"""An op as autograd runs it; and in a block that is computed again: one whose result is kept, one that is computed again, and one whose
+result backward does not need, nor anything that is computed again. ANY: a weight, to which it is all one."""
+
+
+class Irregular(ValueError):
+    """The model's blocks can't be told apart in the way that the staged problem needs; why, in words."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What one strategy of the problem stands for."""
+
+    strategy: Strategy
+    level: int = 0  # ZeRO
+    mode: str = ANY
+
+
+@dataclass
+class Chain:
+    """The ops of a program in blocks, in order. part: of each block; blocks of one part are the same layer, op by op."""
+
+    blocks: list[list[fx.Node]]
+    part: list[int]
+    block_of: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.block_of = {node: b for b, nodes in enumerate(self.blocks) for node in nodes}
+
+
+def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
+    """Blocks: the layers that repeat, and the runs of ops between them. Values that any stage can compute for itself lie in the first.
+
+    Raises Irregular if a cut between two blocks would be impossible.
+    """
+    ops = program.ops
+    starts = {start: (kind, layers.period) for kind, layers in enumerate(folding.layers) for start in layers.starts}
+    blocks: list[list[fx.Node]] = []
+    kinds: list[object] = []
+    common: list[fx.Node] = []
+    at, between = 0, []
+    while at <= len(ops):
+        if between and (at == len(ops) or at in starts):
+            blocks.append(between)
+            kinds.append(("between", len(blocks)))
+            between = []
+        if at == len(ops):
+            break
+        if at in starts:
+            kind, period = starts[at]
+            blocks.append(ops[at : at + period])
+            kinds.append(kind)
+            at += period
+        else:
+            (common if ops[at] in pure else between).append(ops[at])
+            at += 1
+    if common:
+        if not blocks or kinds[0] in range(len(folding.layers)):
+            raise Irregular("there is no op before the first layer")
+        blocks[0] = sorted(common + blocks[0], key={n: i for i, n in enumerate(ops)}.__getitem__)
+    if any(all(node in pure for node in block) for block in blocks):
+        raise Irregular("a block has no work of its own")
+    numbers: dict[object, int] = {}
+    chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds])
+    tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
+    alive = dict(alive_across(program, pure))
+    for block in blocks[:-1]:
+        last = max((n for n in block if n not in common), key={n: i for i, n in enumerate(ops)}.__getitem__)
+        if not alive[last] or any(value in tuples for value in alive[last]):
+            raise Irregular(f"the model can't be cut behind {last.name}")
+    return chain
+
+
+@dataclass
+class Staged:
+    """The problem, and what is needed to read an answer: for every op of it, its ways, and its node in each block (a switch has none)."""
+
+    problem: StagedProblem
+    chain: Chain
+    ways: list[tuple[Way, ...]]
+    members: list[dict[int, fx.Node]]
+
+    def read(self, answer: StagedAnswer) -> dict[fx.Node, Way]:
+        return {
+            self.members[op][block]: self.ways[op][choice] for (op, block), choice in answer.choices.items() if block in self.members[op]
+        }
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """levels: ZeRO levels that weights may have. modes: PLAIN, or blocks computed again, or both."""
+
+    levels: tuple[int, ...]
+    modes: tuple[str, ...]
+
+
+def stage_problem(
+    program: Program,
+    annotated: dict[fx.Node, Annotated],
+    chain: Chain,
+    pure: set[fx.Node],
+    mesh: Mesh,
+    cluster: Cluster,
+    schedule: str,
+    limit: float,
+    allowed: Allowed,
+) -> Staged:
+    """The staged problem of ``program`` (of one micro-batch).
+
+    ``schedule``: one with a stage a rank. ``limit``: bytes a rank. Raises Irregular.
+    """
+    builder = _Builder(program, annotated, chain, pure, mesh, cluster, allowed)
+    builder.collect()
+    builder.price()
+    builder.connect()
+    m = program.microbatches
+    problem = StagedProblem(
+        tuple(builder.ops),
+        tuple(builder.values),
+        tuple(builder.uses),
+        tuple(chain.part),
+        (True,) * (len(chain.blocks) - 1),
+        tuple(in_flight(schedule, mesh.pipeline, 1, m, s) for s in range(mesh.pipeline)),
+        m,
+        limit,
+    )
+    return Staged(problem, chain, builder.ways, builder.members)
+
+
+class _Builder:
+    def __init__(self, program, annotated, chain: Chain, pure, mesh: Mesh, cluster: Cluster, allowed: Allowed):
+        self.program, self.annotated, self.chain, self.pure = program, annotated, chain, pure
+        self.mesh, self.cluster, self.allowed = mesh, cluster, allowed
+        self.ops: list[StagedOp] = []
+        self.values: list[StagedValue] = []
+        self.uses: list[StagedUse] = []
+        self.ways: list[tuple[Way, ...]] = []
+        self.members: list[dict[int, fx.Node]] = []
+        self.index: dict[fx.Node, int] = {}  # op of the problem, of every node
+        self.saved: list[list[dict[Storage, float]]] = []  # of each op and way
+        self.by_value: dict[tuple, tuple] = {}
+        self.owners: dict[tuple, fx.Node] = {}  # of each storage, the first op of a block that saves it
+
+    # --- which nodes are one op of the problem ------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        home = self._placeholders()
+        groups: dict[object, dict[int, fx.Node]] = defaultdict(dict)
+        for node in self.annotated:
+            if node.op == "placeholder":
+                groups[home[node]][RESIDENT if home[node][0] == RESIDENT else home[node][1]] = node
+                continue
+            block = len(self.chain.blocks) - 1 if node.op == "output" else self.chain.block_of[node]
+            part = self.chain.part[block]
+            position = "output" if node.op == "output" else self.chain.blocks[block].index(node)
+            groups[part, position][block] = node
+        merged: dict[object, dict[int, fx.Node]] = {}
+        for key, nodes in groups.items():
+            if len(key) == 3 and key[0] != RESIDENT:  # a weight of one block: (part, block, (reader's position, operand))
+                merged.setdefault((key[0], key[2]), {}).update(nodes)
+            else:
+                merged[key] = nodes
+        for key, nodes in merged.items():
+            part = key[0]
+            blocks = [RESIDENT] if part == RESIDENT else [b for b, p in enumerate(self.chain.part) if p == part]
+            if sorted(nodes) != blocks:
+                raise Irregular(f"{next(iter(nodes.values())).name} is not in every layer of its kind")
+            for node in nodes.values():
+                self.index[node] = len(self.members)
+            self.members.append(nodes)
+            self.ops.append(StagedOp(next(iter(nodes.values())).name, (), part))
+
+    def _placeholders(self) -> dict[fx.Node, tuple]:
+        """(RESIDENT, node), or (part, block, place where it is read) of a weight that one block alone reads."""
+        readers: dict[fx.Node, list[tuple[int, object]]] = defaultdict(list)
+        for node, item in self.annotated.items():
+            if node.op == "placeholder":
+                continue
+            block = len(self.chain.blocks) - 1 if node.op == "output" else self.chain.block_of[node]
+            place = "output" if node.op == "output" else self.chain.blocks[block].index(node)
+            for position, (producer, _) in enumerate(item.inputs):
+                if producer.op == "placeholder":
+                    readers[producer].append((block, (place, position)))
+        home = {}
+        for node in self.annotated:
+            if node.op == "placeholder":
+                blocks = {block for block, _ in readers[node]}
+                alone = len(blocks) == 1 and node.name in self.program.params
+                block = next(iter(blocks), None)
+                home[node] = (self.chain.part[block], block, min(readers[node], key=repr)[1]) if alone else (RESIDENT, node.name)
+        return home
+
+    # --- what every way of an op costs ----------------------------------------------------------------------------------------
+
+    def price(self) -> None:
+        for i, nodes in enumerate(self.members):
+            node = self._representative(nodes)
+            shared = self.annotated[node].strategies
+            for other in nodes.values():
+                have = {(s.operands, s.results) for s in self.annotated[other].strategies}
+                shared = tuple(s for s in shared if (s.operands, s.results) in have)
+            if not shared:
+                raise Irregular(f"{node.name} has no strategy that all layers of its kind have")
+            if node.op == "placeholder":
+                ways, costs = self._weight(node, shared)
+                saved: list[dict[Storage, float]] = [{} for _ in ways]
+            elif node.op == "output":
+                ways, costs, saved = [Way(s) for s in shared], [NOTHING] * len(shared), [{} for _ in shared]
+            else:
+                ways, costs, saved = self._op(node, shared)
+            self.ways.append(tuple(ways))
+            self.saved.append(saved)
+            self.ops[i] = StagedOp(self.ops[i].name, tuple(costs), self.ops[i].part)
+
+    def _representative(self, nodes: dict[int, fx.Node]) -> fx.Node:
+        """The node of the second block where there are several: it has a block before it."""
+        blocks = sorted(nodes)
+        return nodes[blocks[min(1, len(blocks) - 1)]]
+
+    def _weight(self, node: fx.Node, strategies) -> tuple[list[Way], list[Amount]]:
+        param = self.program.params.get(node.name)
+        if param is None or param.kind != "parameter":
+            return [Way(s) for s in strategies], [NOTHING] * len(strategies)
+        sizes = self.mesh.sizes
+        ways, costs = [], []
+        for s in strategies:
+            layout = s.results[0]
+            held = prod(local_shape(param.shape, layout, sizes, (0, 0)))
+            piece = self._piece(node, layout)
+            levels = self.allowed.levels if piece is not None else (0,)
+            if self.ops[self.index[node]].part == RESIDENT and len(levels) > 1:
+                levels = tuple(level for level in levels if level != 3)  # what many blocks gather comes and goes too often
+            if not param.requires_grad:  # nothing but the weight itself can be cut
+                levels = tuple(dict.fromkeys(3 if level == 3 else 0 for level in levels))
+            for level in levels:
+                own = prod(local_shape(param.shape, piece, sizes, (0, 0))) if level else held
+                state = state_bytes(held, node.meta["val"].element_size(), param.master is not None, level, held / own, param.requires_grad)
+                once = 0.0
+                if param.requires_grad:
+                    once = optimizer_seconds(own, self.cluster.device) - self.cluster.device.launch
+                # the weights of a layer are gathered together
+                peak = held * node.meta["val"].element_size() if level == 3 and self.ops[self.index[node]].part != RESIDENT else 0.0
+                ways.append(Way(s, level))
+                costs.append(Amount(0.0, once, sum(state.values()), peak=peak))
+        return ways, costs
+
+    def _piece(self, node: fx.Node, layout: Layout) -> Layout | None:
+        """How the optimizer's part of a weight lies under ZeRO; None if there is no such part."""
+        param = self.program.params[node.name]
+        if self.mesh.data == 1 or not node.users or node.meta.get("prologue") or layout[0] != R:
+            return None
+        return cut_over_data(layout, param.shape, self.mesh.sizes)
+
+    def _op(self, node: fx.Node, strategies) -> tuple[list[Way], list[Amount], list[dict[Storage, float]]]:
+        rule = self.annotated[node].rule
+        itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
+        costs = op_costs(node, rule, strategies, self.mesh.sizes, self.cluster)
+        block = self.chain.block_of[node]
+        modes = [mode for mode in self.allowed.modes if mode == PLAIN or self._layer(block)]
+        ways, amounts, saved = [], [], []
+        for s, cost in zip(strategies, costs):
+            inside = sum(step.seconds for step in kernel_steps(s, itemsize, self.mesh, self.cluster))
+            seconds = cost.forward + cost.backward + inside
+            for mode in modes or [PLAIN]:
+                if mode == KEPT and not (cost.result_bytes and node.meta.get("grad")):
+                    continue  # a view costs nothing to make again
+                if mode == ONCE and any(i < 0 for i in rule.saved):
+                    continue
+                ways.append(Way(s, 0, mode))
+                again = cost.forward + inside if mode == AGAIN else 0.0
+                held = cost.result_bytes if mode == KEPT else 0.0
+                peak = 0.0 if mode == PLAIN else sum(n for at, n in cost.saved if self.owners.setdefault((block, at[:2]), node) is node)
+                amounts.append(Amount(seconds + again, 0.0, 0.0, held, peak))
+                saved.append(dict(cost.saved) if mode == PLAIN else {})
+        return ways, amounts, saved
+
+    def _layer(self, block: int) -> bool:
+        return self.chain.part.count(self.chain.part[block]) > 1
+
+    # --- values and who reads them ----------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        for i, nodes in enumerate(self.members):
+            node = self._representative(nodes)
+            for position, (producer, index) in enumerate(self.annotated[node].inputs):
+                self._use(i, nodes, node, position, producer, index)
+            if node.op == "call_function":
+                self._saves(i, nodes, node)
+        for part in dict.fromkeys(self.chain.part):
+            if len(self.allowed.modes) > 1 or PLAIN not in self.allowed.modes:
+                self._mode(part)
+
+    def _link(self, nodes: dict[int, fx.Node], source: dict[int, fx.Node], producer: fx.Node, node: fx.Node) -> str:
+        """How the representative ``node`` reads ``producer``."""
+        if RESIDENT in source:
+            return EVERY
+        home = self.chain.block_of.get(producer)
+        if home is None:
+            home = next(b for b, n in source.items() if n is producer)  # a weight
+        here = next(b for b, n in nodes.items() if n is node)
+        if home == here:
+            return HERE
+        return NEXT if self.chain.part[home] == self.chain.part[here] else EVERY
+
+    def _use(self, i: int, nodes: dict[int, fx.Node], node: fx.Node, position: int, producer: fx.Node, index: int) -> None:
+        link = self._link(nodes, self.members[self.index[producer]], producer, node)
+        self._read(i, position, self.index[producer], index, link)
+        blocks = sorted(nodes)
+        if link == NEXT:
+            if any(b - a != 1 for a, b in zip(blocks, blocks[1:])):
+                raise Irregular(f"layers like that of {node.name} do not follow each other")
+            first, at = self.annotated[nodes[blocks[0]]].inputs[position]
+            self._read(i, position, self.index[first], at, FIRST)
+        elif len(blocks) > 1 and link == EVERY:
+            for other in nodes.values():
+                if self.annotated[other].inputs[position] != (producer, index):
+                    raise Irregular(f"{other.name} reads another value than {node.name} does")
+
+    def _read(self, i: int, position: int, source: int, index: int, link: str) -> None:
+        value, layouts = self._value(source, index)
+        rule = self.annotated[self._representative(self.members[i])].rule
+        saved = rule is None or rule.fallback or position in rule.saved
+        demands = []
+        for way in self.ways[i]:
+            need = ""
+            if way.mode not in (ANY, PLAIN) and self.ops[source].part != RESIDENT:
+                need = "twice" if saved or way.mode == AGAIN else "once"
+            demands.append(layouts.setdefault((way.strategy.operands[position], need), len(layouts)))
+        self.uses.append(StagedUse(value, i, tuple(demands), link))
+        self._moves(value, source, index, layouts)
+
+    def _value(self, source: int, index: int) -> tuple[int, dict]:
+        """The problem's value of a result, and the ids of its placements: (layout, for a block computed again), or (layout, level)."""
+        if (source, index) not in self.by_value:
+            layouts: dict = {}
+            node = self._representative(self.members[source])
+            placements, sends = [], {}
+            for way in self.ways[source]:
+                layout = way.strategy.results[index]
+                key = (layout, ("level", way.level)) if node.op == "placeholder" else (layout, "once only" if way.mode == ONCE else "made")
+                placements.append(layouts.setdefault(key, len(layouts)))
+                if node.op == "call_function" and node not in self.pure and self.mesh.pipeline > 1:
+                    sends[placements[-1]] = self._send(node, index, layout)
+            self.by_value[source, index] = len(self.values), layouts, {}
+            self.values.append(StagedValue(f"{node.name}.{index}", source, tuple(placements), {}, sends))
+        value, layouts, _ = self.by_value[source, index]
+        return value, layouts
+
+    def _send(self, node: fx.Node, index: int, layout: Layout) -> float:
+        val = tensors(node.meta["val"])[index]
+        nbytes = prod(local_shape(tuple(val.shape), layout, self.mesh.sizes, (0, 0))) * val.element_size()
+        return send(nbytes, self.mesh, self.cluster).seconds
+
+    def _moves(self, value: int, source: int, index: int, layouts: dict) -> None:
+        found = self.values[value]
+        node = self._representative(self.members[source])
+        produced = set(found.placements)
+        for (have, kind), a in list(layouts.items()):
+            if a not in produced:
+                continue
+            for (want, need), b in layouts.items():
+                if b in produced or (a, b) in found.moves or (kind == "once only" and need == "twice"):
+                    continue
+                if isinstance(kind, tuple):
+                    amount = self._weight_move(node, have, kind[1], want)
+                else:
+                    amount = self._move(node, index, have, want, need == "twice")
+                if amount is not None:
+                    found.moves[a, b] = amount
+
+    def _move(self, node: fx.Node, index: int, have: Layout, want: Layout, again: bool) -> Amount | None:
+        if have == want:
+            return NOTHING
+        found = move_seconds(self.program, (node, index), have, want, self.mesh, self.cluster)
+        if found is None:
+            return None
+        forward, backward, once = found
+        return Amount(forward * (2 if again else 1) + backward + EPSILON, once, 0.0, 0.0)
+
+    def _weight_move(self, node: fx.Node, have: Layout, level: int, want: Layout) -> Amount | None:
+        """A weight's way from how it is held to how an op reads it, its gradient's way back, and what ZeRO sends once a step."""
+        param = self.program.params.get(node.name)
+        grad = bool(node.meta.get("grad"))
+        held = self._piece(node, have) if level == 3 else have
+        once = 0.0
+        if grad and param is not None:
+            axes = tuple(a for a, p, q in zip(SHARDED_AXES, held, want) if p == R and q == R_STAR)
+            nbytes = prod(local_shape(param.shape, held, self.mesh.sizes, (0, 0))) * node.meta["val"].element_size()
+            steps = weight_sync(BUCKET, axes, level, self.mesh, self.cluster)
+            once = sum(step.seconds for step in steps) * nbytes / BUCKET
+        found = move_seconds(self.program, (node, 0), held, want, self.mesh, self.cluster) if held != want else (0.0, 0.0, 0.0)
+        if found is None:
+            return None
+        forward, backward, _ = found
+        seconds = forward * (2 if level == 3 else 1) + backward
+        return Amount(seconds + (EPSILON if held != want else 0.0), once, 0.0, 0.0)
+
+    # --- what is saved for backward --------------------------------------------------------------------------------------------
+
+    def _saves(self, i: int, nodes: dict[int, fx.Node], node: fx.Node) -> None:
+        """One value for each storage that the op saves: reading it in a placement costs the bytes of that placement."""
+        for storage in dict.fromkeys(s[:2] for ways in self.saved[i] for s in ways):
+            sources = [self._storage(other, storage, node) for other in nodes.values()]
+            producer = sources[list(nodes.values()).index(node)]
+            if producer is None:
+                raise Irregular(f"{node.name} saves {storage[0]}, which it does not read")
+            kinds = self._cover(self.index[producer], storage[1])
+            demands, moves = [], self.values[kinds[0]].moves
+            for saved in self.saved[i]:
+                wanted = [(key[2], nbytes) for key, nbytes in saved.items() if key[:2] == storage]
+                if not wanted:
+                    demands.append(0)
+                    continue
+                at = kinds[1].setdefault(wanted[0][0], len(kinds[1]) + 1)
+                moves[0, at] = Amount(saved=wanted[0][1])
+                demands.append(at)
+            self._link_saved(i, nodes, node, kinds[0], producer, sources, tuple(demands))
+
+    def _link_saved(self, i, nodes, node, value: int, producer, sources, demands) -> None:
+        if producer is node:  # its own result
+            self.uses.append(StagedUse(value, i, demands, HERE))
+            return
+        link = self._link(nodes, self.members[self.index[producer]], producer, node)
+        self.uses.append(StagedUse(value, i, demands, link))
+        if link == NEXT and sources[0] is not None:
+            other = self._same_cover(value, self.index[sources[0]])
+            self.uses.append(StagedUse(other, i, demands, FIRST))
+
+    def _storage(self, node: fx.Node, storage, representative: fx.Node) -> fx.Node | None:
+        """What ``node`` saves, where ``representative`` saves ``storage``: the same operand's storage."""
+        name, index = storage
+        if name == representative.name:
+            return node
+        for x, y in zip(operands(representative), operands(node)):
+            found, at = storage_node(x)
+            if found.name == name and at == index:
+                return storage_node(y)[0]
+        return None
+
+    def _cover(self, source: int, index: int) -> tuple[int, dict]:
+        key = (source, index, "saved")
+        if key not in self.by_value:
+            node = self._representative(self.members[source])
+            self.by_value[key] = len(self.values), {}, {}
+            self.values.append(StagedValue(f"{node.name}.{index} saved", source, (0,) * len(self.ways[source]), {}, {}))
+        return self.by_value[key][0], self.by_value[key][1]
+
+    def _same_cover(self, value: int, source: int) -> int:
+        """For the first layer: what it reads of another part, with the same ids."""
+        key = (source, value, "first saved")
+        if key not in self.by_value:
+            self.by_value[key] = len(self.values), {}, {}
+            model = self.values[value]
+            self.values.append(StagedValue(f"{model.name} by the first", source, (0,) * len(self.ways[source]), model.moves, {}))
+        return self.by_value[key][0]
+
+    def _mode(self, part: int) -> None:
+        """All ops of a block are computed again, or none: an op of the problem that says which, and that saves what the block reads."""
+        blocks = [b for b, p in enumerate(self.chain.part) if p == part]
+        if len(blocks) == 1:
+            return
+        modes = tuple(dict.fromkeys(mode == PLAIN for mode in self.allowed.modes))
+        mode = len(self.ops)
+        self.ops.append(StagedOp(f"mode of layer {part}", (NOTHING,) * len(modes), part, switch=True))
+        self.ways.append(modes)
+        self.members.append({})
+        value = len(self.values)
+        either = len(modes)
+        moves = {(i, either): NOTHING for i in range(either)}
+        self.values.append(StagedValue(f"mode of layer {part}", mode, tuple(range(either)), moves, {}))
+        for i, op in enumerate(self.ops[:mode]):
+            if op.part == part and any(way.mode not in (ANY, PLAIN) for way in self.ways[i]):
+                demands = (either if way.mode == ANY else modes.index(way.mode == PLAIN) for way in self.ways[i])
+                self.uses.append(StagedUse(value, i, tuple(demands)))
+        block = blocks[1]
+        inside = [n for n in self.chain.blocks[block]]
+        for name, index in dict.fromkeys(key[:2] for key in self._inputs(inside)):
+            producer = next(n for n in self.program.ops if n.name == name)
+            self._saved_input(mode, modes, block, producer, index)
+
+    def _inputs(self, region: list[fx.Node]) -> list[tuple[str, int]]:
+        inside, found = set(region), {}
+        for x in {x: None for node in region for x in node.all_input_nodes}:
+            producer, index = storage_node(x)
+            if producer not in inside and x not in inside and producer.op == "call_function":
+                found[producer.name, index] = None
+        return list(found)
+
+    def _saved_input(self, mode: int, modes, block: int, producer: fx.Node, index: int) -> None:
+        source = self.index[producer]
+        val = tensors(producer.meta["val"])[index]
+        home = self.chain.block_of[producer]
+        link = NEXT if self.chain.part[home] == self.chain.part[block] else EVERY
+        ids: dict[Layout, int] = {}
+        placements = tuple(ids.setdefault(way.strategy.results[index], len(ids)) for way in self.ways[source])
+        free, held = len(ids), len(ids) + 1
+        moves = {}
+        for layout, a in ids.items():
+            nbytes = prod(local_shape(tuple(val.shape), layout, self.mesh.sizes, (0, 0))) * val.element_size()
+            moves[a, free] = NOTHING
+            moves[a, held] = Amount(saved=nbytes)
+        self.uses.append(StagedUse(len(self.values), mode, tuple(free if plain else held for plain in modes), link))
+        self.values.append(StagedValue(f"{producer.name}.{index} input", source, placements, moves, {}))

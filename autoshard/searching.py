@@ -1,0 +1,241 @@
+"""Search for the best plan: over the numbers of micro-batches, and for each of them over everything that is decided about the graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoshard import passes
+from autoshard.capture import Captured
+from autoshard.cluster import Cluster, parse_bytes
+from autoshard.draws import without_keys
+from autoshard.errors import InfeasibleError, PlanError
+from autoshard.logs import logger
+from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import pure_nodes
+from autoshard.passes.microbatch import Microbatched
+from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
+from autoshard.planning.joint import decide_jointly
+from autoshard.planning.plan import Plan
+from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Saving, apply, decide, record
+from autoshard.planning.staging import Irregular
+from autoshard.predict import check_memory, describe, predict
+from autoshard.program import Program
+from autoshard.schedule import SCHEDULES, Schedule, schedule_of
+
+SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
+"""What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``."""
+
+
+def search(
+    captured: Captured,
+    title: str,
+    mesh: Mesh | int,
+    cluster: Cluster | str | None,
+    memory: str | float | None,
+    microbatches: int | None,
+    pin: Mapping[str, Mapping[str, str]] | None,
+    zero: int | str,
+    recompute: str,
+    schedule: str,
+    offload: str,
+    random: str,
+) -> Plan:
+    """The plan with the shortest predicted step that fits. Arguments as for ``autoshard.plan``. Raises PlanError."""
+    cluster = Cluster.of(cluster)
+    limit = parse_bytes(memory) if memory is not None else cluster.device.memory
+    program = without_keys(passes.run("canonicalize", captured.program), random)
+    if offload not in ("optimizer", "off", "auto"):
+        raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
+    saving, host = Saving.of(zero, recompute), offload == "optimizer"
+    wanted = Wanted(captured, program, title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, host)
+    return replace(wanted.on(mesh) if isinstance(mesh, Mesh) else wanted.on_any(mesh), random=random)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be planned, and what was asked for; ``program`` is the canonical one, of the whole batch."""
+
+    captured: Captured
+    program: Program
+    title: str
+    cluster: Cluster
+    limit: float
+    microbatches: int | None
+    pins: dict
+    saving: Saving
+    schedule: str
+    offload: bool
+
+    def on(self, mesh: Mesh) -> Plan:
+        """The best plan for a mesh, over the numbers of micro-batches. Raises PlanError."""
+        self.program.mesh = mesh
+        placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
+        best: Plan | None = None
+        refused: PlanError | None = None
+
+        def attempt(m: int) -> bool:
+            """Whether the plan for ``m`` is the best so far."""
+            nonlocal best, refused
+            try:
+                given = (self.captured, self.program, self.title, mesh, self.cluster, self.limit, m, self.pins)
+                found = plan_for(*given, saving=self.saving, schedule=placed, offload=self.offload)
+            except PlanError as error:
+                refused = refused if isinstance(refused, InfeasibleError) else error
+                return False
+            better = best is None or self._rank(found) < self._rank(best)
+            best = found if better else best
+            return better
+
+        candidates = microbatch_candidates(self.program, mesh, self.microbatches)
+        for m in candidates:
+            if m == 1 and len(candidates) > 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
+                break
+            attempt(m)
+        full = isinstance(refused, InfeasibleError) if best is None else best.peak_bytes > self.limit
+        if full and self.microbatches is None:
+            fits = False  # smaller pieces of the batch need less memory
+            for m in larger_microbatches(self.program, mesh, max(candidates)):
+                better = attempt(m)
+                if fits and not better:
+                    break
+                fits = best is not None and best.peak_bytes <= self.limit
+        if best is None:
+            raise refused
+        check_memory(best)
+        return best
+
+    def _rank(self, plan: Plan) -> tuple:
+        return plan.peak_bytes > self.limit, plan.step_seconds
+
+    def on_any(self, devices: int) -> Plan:
+        """The best plan over the meshes of so many devices: those that look best, memory aside, are searched until none can be better."""
+        batch = batch_of(self.program)
+        meshes = Mesh.all(devices, self.cluster.node_size)
+        found: list[tuple[float, Mesh]] = []
+        refused: PlanError | None = None
+        for mesh in meshes:
+            if batch is not None and batch % mesh.data:
+                continue
+            try:
+                found.append((self._estimate(mesh), mesh))
+            except PlanError as error:
+                refused = error
+        best: Plan | None = None
+        for estimate, mesh in sorted(found, key=lambda pair: pair[0]):
+            logger("plan").info("mesh %s: %.4g s or more", mesh, estimate)
+            if best is not None and estimate >= best.step_seconds:
+                break
+            try:
+                plan = self.on(mesh)
+            except PlanError as error:
+                refused = error
+                continue
+            if best is None or plan.step_seconds < best.step_seconds:
+                best = plan
+        if best is None:
+            raise refused or PlanError(f"no mesh of {devices} devices divides the batch of {batch}", hint="use another number of devices")
+        best.solver["meshes"] = len(found)
+        return best
+
+    def _estimate(self, mesh: Mesh) -> float:
+        """About the least seconds of a step on a mesh, memory aside."""
+        self.program.mesh = mesh
+        m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
+        cut = passes.run("microbatch", self.program, m).program
+        notes = decide(cut, mesh, self.cluster, pure_nodes, None, self.pins, saving=self.saving).solver
+        return notes["objective"] * mesh.pipeline / (m + mesh.pipeline - 1) * m / mesh.pipeline
+
+
+def default_schedule(mesh: Mesh) -> Schedule:
+    return SCHEDULES["1F1B" if mesh.pipeline > 1 else "none"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program cut into ``m`` micro-batches, to be planned."""
+
+    captured: Captured
+    program: Program  # of the whole batch
+    title: str
+    mesh: Mesh
+    cluster: Cluster
+    limit: float | None
+    pins: dict
+    saving: Saving
+    schedule: Schedule
+    offload: bool  # of all trained parameters' optimizer state
+    cut: Microbatched
+    m: int
+
+    def predicted(self, decision: Decision) -> Plan:
+        strategies, stages = record(decision)
+        limit = self.cluster.device.memory if self.limit is None else self.limit
+        known = (self.captured, self.program, self.title, self.mesh, self.cluster, limit, self.m)
+        plan = describe(*known, strategies, stages, decision.solver, self.schedule.name, self.schedule.chunks)
+        plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
+        if self.offload:
+            plan.offload = sorted(param.name for param in self.program.params.values() if param.requires_grad)
+        return predict(plan, convert(self.cut.program, decision), self.cluster)
+
+    def quick(self, solvers=CHEAPEST) -> Plan:
+        """The fastest plan, memory aside, with no more done to save memory than was asked for."""
+        given = (self.cut.program, self.mesh, self.cluster, pure_nodes, self.limit, self.pins)
+        return self.predicted(decide(*given, solvers=solvers, saving=self.saving, chunks=self.schedule.chunks))
+
+    def joint(self, quick: Plan) -> Plan:
+        """The fastest plan that fits, over ZeRO levels and recomputation too. Raises Irregular, InfeasibleError."""
+        if self.schedule.chunks > 1:
+            raise Irregular("a rank holds several stages")
+        found: dict[int, Plan] = {}  # by decision
+
+        def measure(decision: Decision) -> list[float]:
+            plan = found[id(decision)] = self.predicted(decision)
+            return [sum(row.memory.values()) for row in plan.stage_rows]
+
+        transient = [row.memory["transient"] for row in quick.stage_rows]
+        pure = pure_nodes(self.cut.program)
+        decision = decide_jointly(
+            self.cut.program, self.mesh, self.cluster, pure, self.limit, self.pins, self.saving, self.schedule.name, transient, measure
+        )
+        return replace(found[id(decision)], solver=decision.solver)
+
+    def ladder(self) -> Plan:
+        """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""
+        plans = []
+        for saving in SAVINGS:
+            if self.saving.zero in (None, saving.zero) and self.saving.recompute in (None, saving.recompute):
+                plans.append(replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit))
+        fitting = [plan for plan in plans if plan.peak_bytes <= self.limit]
+        return min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
+
+
+def plan_for(
+    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
+) -> Plan:
+    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
+    start = time.perf_counter()
+    schedule = schedule or default_schedule(mesh)
+    schedule.check(m, mesh.pipeline, schedule.chunks)
+    task = Task(captured, program, title, mesh, cluster, limit, pins, saving, schedule, offload, passes.run("microbatch", program, m), m)
+    plan = task.quick(solvers)
+    if saving.open and limit is not None and plan.peak_bytes > limit:
+        try:
+            plan = task.joint(plan)
+        except (Irregular, InfeasibleError) as reason:
+            logger("plan").info("no joint plan: %s", reason)
+            plan = task.ladder()
+            if isinstance(reason, InfeasibleError) and plan.peak_bytes > limit:
+                raise
+    plan.solver["trace_seconds"] = captured.seconds
+    logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, plan.solver["seconds"])
+    plan.solver["plan_seconds"] = time.perf_counter() - start
+    return plan
+
+
+def convert(program: Program, decision: Decision) -> Program:
+    """The program with all that was decided written on its nodes, conversions explicit."""
+    placed = passes.run("zero", apply(program, decision), decision.zero)
+    regions = passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
+    return passes.run("bucket_gathers", regions)

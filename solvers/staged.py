@@ -1,0 +1,218 @@
+"""The whole decision as plain numbers: a strategy for every op and a stage for every block, under memory; and its independent pricing.
+
+A strategy stands for all that is decided about an op: its sharding, whether its result is kept for backward, the ZeRO level of a weight.
+The chain of blocks is cut into p stages. With m micro-batches, a step takes
+
+    sum over stages of t[s]  +  (m - 1) max t[s]  +  max once[s]
+
+    t[s], once[s]   seconds (of one micro-batch; once a step) of the ops of the stage, of the conversions that its ops demand, and, in t[s],
+                    of what it sends: of a value that crosses the cut behind a stage, that stage and the next spend ``sends`` each
+    memory[s]       reserve[s] + sum of state + in_flight[s] * sum of saved + the most of any block's sum of peak  <=  limit
+
+A conversion is paid once for each (value, stage, demanded placement). Ops of no part (weights that several parts read) are paid for in
+every stage that reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+RESIDENT = -1
+"""The part of an op that lies in no block: it is in every stage that reads it."""
+
+HERE, NEXT, FIRST, EVERY = "here", "next", "first", "every"
+
+_SLACK = 1e-9  # relative: a limit that fits exactly must not fail by rounding
+
+
+class Amount(NamedTuple):
+    """seconds: of one micro-batch, forward and backward. once: seconds a step. state: bytes all the time. saved: bytes for each
+    micro-batch in flight. peak: bytes while the block is at work in backward, for one micro-batch."""
+
+    seconds: float = 0.0
+    once: float = 0.0
+    state: float = 0.0
+    saved: float = 0.0
+    peak: float = 0.0
+
+    def plus(self, other: Amount) -> Amount:
+        return Amount(*(a + b for a, b in zip(self, other)))
+
+    def priced(self, prices: Amount) -> float:
+        return sum(a * b for a, b in zip(self, prices) if a)
+
+
+NOTHING = Amount()
+
+
+@dataclass(frozen=True)
+class StagedOp:
+    """costs: of each strategy; only these, of ops that lie in blocks, may have a peak. part: the kind of block that it belongs to, or
+    RESIDENT. switch: its strategies are worth trying one after the other, as each rules out many of other ops (by a value that has no
+    moves)."""
+
+    name: str
+    costs: tuple[Amount, ...]
+    part: int
+    switch: bool = False
+
+
+@dataclass(frozen=True)
+class StagedValue:
+    """A result of op ``op``.
+
+    placements: for each strategy of the producer, the id of the placement in which it leaves the value.
+    moves: (from, to) -> what that conversion costs. A pair that is absent is impossible; staying (p, p) is free.
+    sends: placement -> seconds that each of two neighbouring stages spends when the value crosses the cut between them; free if absent.
+    """
+
+    name: str
+    op: int
+    placements: tuple[int, ...]
+    moves: dict[tuple[int, int], Amount]
+    sends: dict[int, float]
+
+
+@dataclass(frozen=True)
+class StagedUse:
+    """``op`` reads ``value``, in the placement ``demands[strategy]``.
+
+    link: between ops of one part, HERE (the same block) or NEXT (the op of the next block of the part); from another part, FIRST (only the
+    first block of the user's part reads it) or EVERY (all its blocks do). From another part, it is the last block's value that is read.
+    """
+
+    value: int
+    op: int
+    demands: tuple[int, ...]
+    link: str = HERE
+
+
+@dataclass(frozen=True)
+class StagedProblem:
+    """chain: the part of each block, in order; blocks of one part are alike. legal: whether the chain may be cut behind each block but
+    the last. in_flight: of each stage. limit: bytes of a rank. reserve: bytes of each stage that no choice changes."""
+
+    ops: tuple[StagedOp, ...]
+    values: tuple[StagedValue, ...]
+    uses: tuple[StagedUse, ...]
+    chain: tuple[int, ...]
+    legal: tuple[bool, ...]
+    in_flight: tuple[int, ...]
+    microbatches: int
+    limit: float
+    reserve: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.legal) != len(self.chain) - 1:
+            raise ValueError(f"{len(self.chain)} blocks have {len(self.chain) - 1} boundaries, not {len(self.legal)}")
+        object.__setattr__(self, "reserve", tuple(self.reserve) or (0.0,) * len(self.in_flight))
+        for use in self.uses:
+            if len(use.demands) != len(self.ops[use.op].costs):
+                value, user = self.values[use.value].name, self.ops[use.op].name
+                raise ValueError(f"use of {value!r} by {user!r}: one demand for each strategy is needed")
+
+    @property
+    def stages(self) -> int:
+        return len(self.in_flight)
+
+    @cached_property
+    def blocks(self) -> dict[int, list[int]]:
+        """The blocks of each part."""
+        found = defaultdict(list)
+        for block, part in enumerate(self.chain):
+            found[part].append(block)
+        return found
+
+    def homes(self, op: int) -> list[int]:
+        """The blocks that op is in: [RESIDENT] for one of no part."""
+        part = self.ops[op].part
+        return [RESIDENT] if part == RESIDENT else self.blocks[part]
+
+    def links(self, use: StagedUse) -> list[tuple[int, int]]:
+        """(block of the producer, block of the user) of every instance of a use."""
+        source, users = self.homes(self.values[use.value].op), self.homes(use.op)
+        if source == [RESIDENT]:
+            return [(RESIDENT, block) for block in users]
+        if self.ops[self.values[use.value].op].part == self.ops[use.op].part:
+            return list(zip(users, users)) if use.link == HERE else list(zip(users, users[1:]))
+        return [(source[-1], block) for block in (users[:1] if use.link == FIRST else users)]
+
+
+@dataclass(frozen=True)
+class StagedAnswer:
+    """first: the first block of each stage. choices: (op, block) -> strategy; the block of a resident op is RESIDENT."""
+
+    first: tuple[int, ...]
+    choices: dict[tuple[int, int], int]
+
+
+@dataclass(frozen=True)
+class StagedEvaluation:
+    """objective: seconds of a step. seconds, once, memory: of each stage. violations: what is wrong, in words."""
+
+    objective: float
+    seconds: list[float]
+    once: list[float]
+    memory: list[float]
+    violations: list[str]
+
+
+def stage_of(first: tuple[int, ...], block: int) -> int:
+    return sum(1 for start in first if start <= block) - 1
+
+
+def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvaluation:
+    """Price an answer by reading the problem again, without any solver."""
+    p, first = problem.stages, answer.first
+    violations = []
+    if len(first) != p or first[0] != 0 or any(b <= a for a, b in zip(first, [*first[1:], len(problem.chain)])):
+        return StagedEvaluation(0.0, [], [], [], [f"{first} are not the first blocks of {p} stages of {len(problem.chain)} blocks"])
+    violations += [f"the chain can't be cut before block {start}" for start in first[1:] if not problem.legal[start - 1]]
+    stage = {block: stage_of(first, block) for block in range(len(problem.chain))}
+    total = [NOTHING] * p
+    readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # (value, its block) -> stages
+    paid = set()
+    for use in problem.uses:
+        value = problem.values[use.value]
+        for source, user in problem.links(use):
+            have, want = value.placements[answer.choices[value.op, source]], use.demands[answer.choices[use.op, user]]
+            at = stage[user]
+            readers[use.value, source].add(at)
+            if have == want or (use.value, source, at, want) in paid:
+                continue
+            paid.add((use.value, source, at, want))
+            if (have, want) in value.moves:
+                total[at] = total[at].plus(value.moves[have, want])
+            else:
+                violations.append(f"{value.name} can't go from placement {have} to {want}, which {problem.ops[use.op].name} demands")
+    sends = [0.0] * p
+    in_stages: dict[int, set[int]] = defaultdict(set)  # of a resident op
+    for (index, source), stages in readers.items():
+        value = problem.values[index]
+        if source == RESIDENT:
+            in_stages[value.op] |= stages
+            continue
+        seconds = value.sends.get(value.placements[answer.choices[value.op, source]], 0.0)
+        for cut in range(stage[source], max(stages)):
+            sends[cut] += seconds
+            sends[cut + 1] += seconds
+    peaks = [0.0] * len(problem.chain)
+    for index, op in enumerate(problem.ops):
+        for block in problem.homes(index):
+            if block != RESIDENT:
+                peaks[block] += op.costs[answer.choices[index, block]].peak
+            for at in sorted(in_stages[index]) if block == RESIDENT else [stage[block]]:
+                total[at] = total[at].plus(op.costs[answer.choices[index, block]])
+    seconds = [amount.seconds + sent for amount, sent in zip(total, sends)]
+    memory = []
+    for at, (reserve, amount, flight) in enumerate(zip(problem.reserve, total, problem.in_flight)):
+        peak = max(peaks[block] for block, s in stage.items() if s == at)
+        memory.append(reserve + amount.state + flight * amount.saved + peak)
+    for at, nbytes in enumerate(memory):
+        if nbytes > problem.limit * (1 + _SLACK):
+            violations.append(f"stage {at} holds {nbytes:.0f} bytes, the limit is {problem.limit:.0f}")
+    once = [amount.once for amount in total]
+    return StagedEvaluation(sum(seconds) + (problem.microbatches - 1) * max(seconds) + max(once), seconds, once, memory, violations)
