@@ -117,8 +117,9 @@ def _attribute_names(params: dict[str, Param]) -> dict[str, str]:
     names: dict[str, str] = {}
     for placeholder, param in params.items():
         name = param.name.replace(".", "_")
-        name = name if name.isidentifier() and not iskeyword(name) else f"p_{name}"
-        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name) or re.fullmatch(r"(layer|forward)(_\d+)+", name):
+        ours = re.match(r"(layer|forward)_\d", name)
+        name = f"p_{name}" if ours or iskeyword(name) or not name.isidentifier() else name
+        while name in names.values() or name in OWN_NAMES or hasattr(StageModule, name):
             name += "_"
         names[placeholder] = name
     return names

@@ -7,7 +7,8 @@ from torch import nn
 from autoshard.verifier import verify
 
 OURS = (
-    "rt", "mesh", "loss", "data", "tensor", "params", "world", "alike", "streams", "shards", "outputs", "prologue", "layer_0", "pipeline",
+    "rt", "mesh", "loss", "data", "tensor", "params", "world", "alike", "streams", "shards", "outputs", "prologue", "layer_0", "layer_0_",
+    "forward_0", "parts", "pipeline",
 )  # fmt: skip
 
 
