@@ -31,7 +31,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from autoshard.checking.processes import Process, Status, wait_for
-from autoshard.cluster import Cluster, Device, Fit, Link
+from autoshard.cluster import Cluster, Device, Fit, Host, Link
 from autoshard.cost.compute import op_cost, optimizer_seconds
 from autoshard.placement import R
 from autoshard.program import op_kind
@@ -81,7 +81,9 @@ def profile(processes: int, progress: TextIO | None = None) -> Cluster:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
     source = f"measured with torch {torch.__version__}; memory: the machine's, shared by {processes} processes"
     device = replace(alone, name=f"one thread of {_processor()}", memory=float(memory), source=source)
-    return Cluster(f"profile of {platform.node() or 'this machine'}", device, processes, link, link, 1, cores, tuple(fits))
+    host = Host(Link(device.bandwidth / 2, device.launch), device.bandwidth, "the same memory: a copy reads and writes it")
+    title = f"profile of {platform.node() or 'this machine'}"
+    return Cluster(title, device, processes, link, link, 1, host=host, cores=cores, fits=tuple(fits))
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
