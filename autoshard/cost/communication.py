@@ -145,7 +145,7 @@ def together(steps: Sequence[Collective], mesh: Mesh, cluster: Cluster) -> list[
     for step in steps:
         key = step.kind, step.axis, step.direction
         if key in found:
-            spared = 0.0 if step.local else collective_seconds(step.kind, 0.0, getattr(mesh, step.axis), cluster.link(step.axis, mesh))
+            spared = 0.0 if step.local else group_seconds(step.kind, 0.0, step.axis, getattr(mesh, step.axis), mesh, cluster)
             before = found[key]
             step = replace(before, nbytes=before.nbytes + step.nbytes, seconds=before.seconds + step.seconds - spared)
         found[key] = step
