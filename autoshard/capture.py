@@ -22,7 +22,7 @@ from autoshard.exported import build_graph
 from autoshard.precision import dtype_of, lowered, master_dtype
 from autoshard.program import Input, Param, Program
 from autoshard.signature import Signature, leaf_name, read_call
-from autoshard.tracing import refuse_gradient_hooks, tracing, tracing_mode, unchanged
+from autoshard.tracing import few_collections, refuse_gradient_hooks, tracing, tracing_mode, unchanged
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Root(nn.Module):
         return output, left if self.returns_state else []
 
 
+@few_collections()
 def capture(
     model: nn.Module,
     example_inputs: Any,

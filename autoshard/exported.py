@@ -65,9 +65,8 @@ def inline_regions(module: fx.GraphModule) -> None:
     before:  y = wrap_with_set_grad_enabled(False, submod_0, x, w)[0]        # submod_0: linear(x, w)
     after:   detach = aten.detach(x); detach_1 = aten.detach(w); y = linear(detach, detach_1)
     """
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
-            continue
+    regions = [n for n in module.graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.HigherOrderOperator)]
+    for node in regions:
         name = node.target.name()
         if name == "wrap_with_set_grad_enabled":
             inline(node, node.args[1], node.args[2:], module, grad=node.args[0])
@@ -75,8 +74,9 @@ def inline_regions(module: fx.GraphModule) -> None:
             inline(node, node.args[4], node.args[5:], module, grad=True)
         else:
             raise unsupported(name, place(node) or inner_place(module, node))
-    module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.op == "call_function")
-    module.recompile()
+    if regions:
+        module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.op == "call_function")
+        module.recompile()
 
 
 def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule, grad: bool) -> None:

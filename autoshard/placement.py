@@ -33,6 +33,13 @@ class Placement:
     dim: int = -1
     blocks: int = 1
 
+    def __post_init__(self):
+        # placements are keys of every table: hashed once, and by numbers, so that a pickled one is the same key in another process
+        object.__setattr__(self, "_hash", hash((len(self.kind), ord(self.kind[0]), self.dim, self.blocks)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def is_shard(self) -> bool:
         return self.kind == "S"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint
 
@@ -33,6 +35,8 @@ def tracing(model: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
         stack.enter_context(unchanged(model))
         stack.enter_context(custom_gradients())
         stack.enter_context(autograd_inside())
+        # the exporter rewrites one graph several times: no code is generated for a graph that nobody runs (torch 2.13)
+        stack.enter_context(_use_lazy_graph_module(True))
         if mode is not None:
             off_meta(model, mode)
         yield
@@ -61,6 +65,17 @@ def off_meta(model: nn.Module, mode: FakeTensorMode) -> None:
                             new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
                         made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
                     held[name] = made[old]
+
+
+@contextlib.contextmanager
+def few_collections() -> Iterator[None]:
+    """Let Python look for cyclic garbage rarely: what a large graph is made of stays, and is looked through each time for nothing."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 50, before[2])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager

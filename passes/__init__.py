@@ -8,6 +8,8 @@ Each row: name, pass, level that its output satisfies. Levels, each including wh
     CONVERTED   every operand lies as its op demands; changes of placement are convert nodes
     STAGED      one program per pipeline stage
     LOCAL       shapes and arguments are the rank's own
+
+insert_conversions writes on the program that it is given; the others leave it as it is.
 """
 
 from __future__ import annotations

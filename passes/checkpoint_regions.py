@@ -68,7 +68,7 @@ def checkpoint_regions(program: Program, regions: Mapping[str, int], kept: Colle
     Raises:
         PlanError: there is no such op, or its result can't be kept.
     """
-    out = program.copy()
+    out = program.copy() if regions else program  # without regions there is nothing to mark
     wanted = {node: _wanted(node, regions) for node in out.ops}
     number = 0
     for region, run in groupby(out.ops, lambda node: wanted[node]):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.program import Program, draws, is_getitem
+from autoshard.program import Program, copied_node, draws, is_getitem
 
 
 @dataclass
@@ -127,8 +127,7 @@ def _stage(program: Program, index: int, stages: int, stage_of, cuts, pure, trai
         if node not in needed or node in built or node.op == "output":
             continue
         assert node.op == "placeholder" or node in pure or stage_of[node] == index, f"{node} of stage {stage_of[node]} is needed in {index}"
-        built[node] = graph.node_copy(node, lambda n: built[n])
-        built[node].meta = {**node.meta, "trained": node in trained}
+        copied_node(graph, node, built).meta["trained"] = node in trained
     if index < stages - 1:
         output = graph.output([built[n] for n in sent])
     else:

@@ -33,23 +33,22 @@ from autoshard.program import Program, is_getitem, operands, result_of, tensors,
 
 def insert_conversions(program: Program) -> Program:
     """Nodes need ``strategy``, ``layouts`` and ``stage``; convert nodes are given ``step``, the single-axis step that they take."""
-    out = program.copy()
-    for node in out.graph.nodes:
+    for node in program.graph.nodes:
         node.meta.pop("sync", None)
-    _sync_weights(out)
+    _sync_weights(program)
     done: dict[tuple, fx.Node] = {}
-    for node in list(out.graph.nodes):
+    for node in list(program.graph.nodes):
         strategy = node.meta.get("strategy")
         if node.op == "output":
-            _convert_outputs(out, node, done)
+            _convert_outputs(program, node, done)
         elif node.op == "call_function" and not is_getitem(node) and strategy is not None:
             inputs = operands(node)
-            new = [_converted(out, x, layout, node, done) for x, layout in zip(inputs, strategy.operands)]
+            new = [_converted(program, x, layout, node, done) for x, layout in zip(inputs, strategy.operands)]
             if any(a is not b for a, b in zip(inputs, new)):
                 waiting = iter(new)
                 node.args = _swap(node.args, waiting)
                 node.kwargs = _swap(node.kwargs, waiting)
-    return out
+    return program
 
 
 def _sync_weights(program: Program) -> None:

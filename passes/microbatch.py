@@ -30,7 +30,7 @@ from autoshard import ops
 from autoshard.errors import PlanError
 from autoshard.passes.localize import local_call
 from autoshard.placement import R_STAR, P, Placement, R, S, local_shape
-from autoshard.program import Program, draws, is_getitem, operands, result_of, tensors, where
+from autoshard.program import Program, draws, is_getitem, new_node, operands, result_of, tensors, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, choices
 
@@ -101,6 +101,8 @@ class _Cut:
         self.pure: set[fx.Node] = set()  # without gradient, from inputs, buffers and constants alone
         self.dirty: set[fx.Node] = set()  # need extras themselves: they can't be computed in the prologue
         self.rules: dict[fx.Node, OpRule] = {}
+        self.known: dict[tuple, tuple[int, Choice]] = {}
+        self.pieces: dict[tuple, torch.Tensor] = {}
 
     # --- natural placements ------------------------------------------------------------------------------------------
 
@@ -176,18 +178,37 @@ class _Cut:
         pure = all(result_of(x)[0] in self.pure for x in inputs) and not node.meta.get("grad") and not draws(node)
         if pure:
             self.pure.add(node)
-        options = choices(rule, self.m, _blocks(rule, now))
-        best: tuple[int, int, Choice] | None = None
-        for order, choice in enumerate(options):
-            bad = [(x, b) for x, a, b in zip(inputs, now, choice.operands) if not self._fits(x, a, b) and not self._free(x, a, b)]
-            wrong, wants = [x for x, _ in bad], [b for _, b in bad]
-            if not all(result_of(x)[0] in self.pure or self._reachable(x, p) for x, p in zip(wrong, wants)):
-                continue
+        traits = [(result_of(x)[0] in self.pure, x.op == "call_function" and not is_getitem(x)) for x in inputs]
+        key = id(rule), tuple(now), tuple(traits)  # what the choice depends on, unless more of the graph was asked
+        if key not in self.known:
+            found, asked = self._best(node, rule, inputs, now)
+            if not asked:
+                self.known[key] = found
+        else:
+            found = self.known[key]
+        cost, choice = found
+        self.chosen[node] = choice
+        if cost or any(result_of(x)[0] in self.dirty for x in inputs):
+            self.dirty.add(node)
+        for i in range(len(tensors(node.meta["val"]))):
+            p = choice.results[min(i, len(choice.results) - 1)]
+            self.time[node, i] = R if p == R_STAR and not node.meta.get("grad") else p
+
+    def _best(self, node: fx.Node, rule: OpRule, inputs: list[fx.Node], now: list[Placement]) -> tuple[tuple[int, Choice], bool]:
+        """The choice that converts least, with what it converts; and whether it depends on more of the graph than the op itself."""
+        best: tuple[int, Choice] | None = None
+        asked = False
+        for choice in choices(rule, self.m, _blocks(rule, now)):
             if choice.comms:
                 continue
-            cost = sum(prod(x.meta["val"].shape) for x in wrong) + len(wrong)
-            if best is None or (cost, order) < best[:2]:
-                best = (cost, order, choice)
+            wrong = [(x, b) for x, a, b in zip(inputs, now, choice.operands) if not self._fits(x, a, b) and not self._free(x, a, b)]
+            impure = [(x, b) for x, b in wrong if result_of(x)[0] not in self.pure]
+            asked = asked or any(self._may_be_reachable(x, p) for x, p in impure)
+            if not all(self._reachable(x, p) for x, p in impure):
+                continue
+            cost = sum(prod(x.meta["val"].shape) for x, _ in wrong) + len(wrong)
+            if best is None or cost < best[0]:
+                best = (cost, choice)
         if best is None:
             kinds = ", ".join(f"{x.name}: {p}" for x, p in zip(inputs, now))
             raise PlanError(
@@ -195,18 +216,14 @@ class _Cut:
                 where=where(node),
                 hint="use microbatches=1 (and a mesh without pipeline), or write the model so that samples do not meet before the loss",
             )
-        choice = self.chosen[node] = best[2]
-        if best[0] or any(result_of(x)[0] in self.dirty for x in inputs):
-            self.dirty.add(node)
-        for i in range(len(tensors(node.meta["val"]))):
-            p = choice.results[min(i, len(choice.results) - 1)]
-            self.time[node, i] = R if p == R_STAR and not node.meta.get("grad") else p
+        return best, asked
 
     def _reachable(self, operand: fx.Node, wanted: Placement) -> bool:
         """Whether a value of weights alone, the same for all micro-batches, can be computed for one: positions expanded to the batch."""
-        if operand.op != "call_function" or is_getitem(operand) or self._now(operand) != R_STAR or not wanted.is_shard:
-            return False
-        return self._rederive(operand, wanted) is not None
+        return self._may_be_reachable(operand, wanted) and self._rederive(operand, wanted) is not None
+
+    def _may_be_reachable(self, operand: fx.Node, wanted: Placement) -> bool:
+        return operand.op == "call_function" and not is_getitem(operand) and self._now(operand) == R_STAR and wanted.is_shard
 
     def _free(self, operand: fx.Node, now: Placement, wanted: Placement) -> bool:
         """R* -> P needs no communication: every micro-batch takes 1/m of the value."""
@@ -243,7 +260,7 @@ class _Cut:
         new = self.graph.placeholder(node.name)
         new.meta = copy.copy(node.meta)
         new.meta.update(time=p, batch=p if p.is_shard else R)
-        new.meta["val"] = _cut_val(node.meta["val"], p, self.m)
+        new.meta["val"] = self._cut_val(node.meta["val"], p)
         self.built[node, p] = new
 
     def _get(self, operand: fx.Node, wanted: Placement) -> fx.Node:
@@ -301,7 +318,7 @@ class _Cut:
         new_inputs = [self._get(x, p) for x, p in zip(inputs, choice.operands)]
         shapes = tuple(tuple(n.meta["val"].shape) for n in new_inputs)
         vals = tensors(node.meta["val"])
-        cut = [_cut_val(v, choice.results[min(i, len(choice.results) - 1)], self.m) for i, v in enumerate(vals)]
+        cut = [self._cut_val(v, choice.results[min(i, len(choice.results) - 1)]) for i, v in enumerate(vals)]
         call = local_call(node, shapes, tuple(tuple(v.shape) for v in cut), {"time": choice}, self.rules[node].local)
         replacements = iter(new_inputs)
         args, kwargs = _replace(call.args, inputs, replacements), {k: _replace(v, inputs, replacements) for k, v in call.kwargs.items()}
@@ -311,7 +328,7 @@ class _Cut:
             self._finish(total, node, cut[0], choice.results[0])
             new = self.graph.create_node("call_function", aten.div.Tensor, (total, count), name=node.name)
         else:
-            new = self.graph.create_node("call_function", call.target, args, kwargs, name=node.name)
+            new = new_node(self.graph, call.target, args, kwargs, node.name)
         result = cut[0] if isinstance(node.meta["val"], torch.Tensor) else type(node.meta["val"])(cut)
         self._finish(new, node, result, choice.results[0])
         return new
@@ -319,9 +336,19 @@ class _Cut:
     def _extra(self, operand: fx.Node, now: Placement, wanted: Placement) -> fx.Node:
         name = f"{operand.name}_of_batch" if wanted == R else f"{operand.name}_of_microbatch"
         new = self.graph.placeholder(name)
-        self._finish(new, operand, _cut_val(operand.meta["val"], wanted, self.m), wanted)
+        self._finish(new, operand, self._cut_val(operand.meta["val"], wanted), wanted)
         self.extras[new.name] = (Extra(new.name, now, wanted), operand)
         return new
+
+    def _cut_val(self, val, placement: Placement):
+        whole = tuple(val.shape)
+        key = whole, val.dtype, placement
+        if key not in self.pieces:
+            shape = local_shape(whole, (placement,), (self.m,), (0,))
+            if shape == whole:
+                return val
+            self.pieces[key] = val.new_empty(shape)
+        return self.pieces[key]
 
     def _finish(self, new: fx.Node, old: fx.Node, val, time: Placement) -> None:
         new.meta = copy.copy(old.meta)
@@ -351,11 +378,6 @@ def _blocks(rule: OpRule, placements, result: bool = False) -> dict[str, tuple[i
                     found[factor] = tuple(sorted({1, *found.get(factor, ()), p.blocks // before}))
                 before *= size
     return found
-
-
-def _cut_val(val, placement: Placement, m: int):
-    shape = local_shape(tuple(val.shape), (placement,), (m,), (0,))
-    return val if shape == tuple(val.shape) else val.new_empty(shape)
 
 
 def _replace(arg, old: list[fx.Node], new):

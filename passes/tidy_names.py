@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 from torch import fx
 
-from autoshard.program import Program
+from autoshard.program import Program, copied_node
 
 
 def tidy_names(program: Program) -> Program:
@@ -18,9 +16,6 @@ def tidy_names(program: Program) -> Program:
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     for old in program.graph.nodes:
-        args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: mapping[n])
-        name = old.target.__name__.partition(".")[0] if old.op == "call_function" else old.name
-        node = mapping[old] = graph.create_node(old.op, old.target, args, kwargs, name=name)
-        node.meta = copy.copy(old.meta)
+        copied_node(graph, old, mapping, old.target.__name__.partition(".")[0] if old.op == "call_function" else old.name)
     program.graph = graph
     return program

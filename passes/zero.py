@@ -26,7 +26,7 @@ from autoshard.program import Program
 
 def zero(program: Program, levels: Mapping[str, int]) -> Program:
     """``levels``: by the parameters' names; others are left alone. Nodes of weights with a level get ``zero`` and ``piece``."""
-    out = program.copy()
+    out = program.copy() if any(levels.values()) else program  # without levels there is nothing to mark
     for node in out.graph.nodes:
         if node.op == "placeholder" and node.name in out.params:
             param = out.params[node.name]

@@ -6,7 +6,6 @@ from collections import defaultdict
 
 from torch import fx
 
-from autoshard.program import operands, result_of
 from autoshard.rules.notation import OpRule
 
 Key = tuple[fx.Node, int]
@@ -25,13 +24,17 @@ def factor_blocks(rule: OpRule, spec, key: Key, blocks):
                 before *= size
 
 
-def block_candidates(rules: dict[fx.Node, OpRule], sizes) -> dict[tuple, set[int]]:
-    """Block counts by (node, result, dim): seeded by groups in views, splits and joins, then spread through ops that share the dim."""
+def block_candidates(rules: dict[fx.Node, OpRule], inputs: dict[fx.Node, tuple[Key, ...]], sizes) -> dict[tuple, set[int]]:
+    """Block counts by (node, result, dim): seeded by groups in views, splits and joins, then spread through ops that share the dim.
+
+    Args:
+        inputs: the operand values of every op.
+    """
     cuts = [k for k in sizes if k > 1]
     blocks: dict[tuple, set[int]] = defaultdict(set)
     sides = {}
     for node, rule in rules.items():
-        keys = [*map(result_of, operands(node)), *((node, i) for i in range(len(rule.results)))]
+        keys = [*inputs[node], *((node, i) for i in range(len(rule.results)))]
         sides[node] = list(zip(rule.operands + rule.results, keys))
         for spec, key in sides[node]:
             for dim, group in enumerate(spec):

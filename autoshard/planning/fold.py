@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from autoshard.program import Program, tensors
+from autoshard.program import Program, likeness
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Encoded:
         self.last_use = np.array([max((self.index.get(u, len(self.ops)) for u in n.users), default=-1) for n in self.ops], dtype=np.int64)
 
     def _kind(self, node: fx.Node) -> tuple:
-        operands = tuple((x in self.params and self.params[x].kind, facts(x)) for x in self.operands[self.index[node]])
-        return (str(node.target), constants(node.args), constants(node.kwargs), facts(node), operands)
+        return likeness(node), tuple([x in self.params and self.params[x].kind for x in self.operands[self.index[node]]])
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -88,22 +87,6 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
-
-
-def facts(node: fx.Node) -> tuple:
-    values = tuple((tuple(t.shape), t.dtype) for t in tensors(node.meta.get("val")))
-    return values, bool(node.meta.get("grad"))
-
-
-def constants(argument: Any) -> Any:
-    """An argument with every value replaced by a mark: hashable, and equal where only values differ."""
-    if isinstance(argument, fx.Node):
-        return "%"
-    if isinstance(argument, (list, tuple)):
-        return tuple(constants(a) for a in argument)
-    if isinstance(argument, dict):
-        return tuple(sorted((k, constants(v)) for k, v in argument.items()))
-    return type(argument).__name__, repr(argument)
 
 
 def best_repeat(graph: Encoded, free: np.ndarray) -> Layers | None:

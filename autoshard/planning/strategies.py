@@ -49,31 +49,30 @@ def annotate(
             rules[node] = by_class[kind] if kind in by_class else rule_for(node)
             if kind is not None:
                 by_class[kind] = rules[node]
-    blocks = block_candidates(rules, sizes)
-    per_axis = {n: [_axis_choices(n, rule, k, blocks) for k in sizes] for n, rule in rules.items()}
-    for node in rules:
-        per_axis[node][1] = _leave_batch_to_data(node, rules[node], per_axis[node][1])
+    inputs = {node: operands(node) for node in rules}
+    keys = {node: tuple(map(result_of, found)) for node, found in inputs.items()}
+    blocks = block_candidates(rules, keys, sizes)
+    per_axis = _choices_by_axis(rules, keys, sizes, blocks)
     for axis in range(len(sizes)):
         if sizes[axis] > 1:
-            _prune(program, rules, per_axis, axis)
+            _prune(program, rules, keys, per_axis, axis)
     out: dict[fx.Node, Annotated] = {}
     made: dict[tuple, tuple[Strategy, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             out[node] = Annotated(node, None, (), _stored(program, node, sizes, blocks))
         elif node in rules:
-            inputs = operands(node)
-            key = (alike.get(node, node) if alike else node, *(tuple(c.name for c in options) for options in per_axis[node]))
+            key = (id(rules[node]), *map(id, per_axis[node]))  # equal choices are one tuple, and the rule says shapes and gradients
             if key not in made:
                 found = strategies(
                     rules[node],
                     tuple(per_axis[node]),
                     sizes,
-                    tuple(map(shape_of, inputs)),
+                    tuple(map(shape_of, inputs[node])),
                     tuple(tuple(v.shape) for v in tensors(node.meta["val"])),
                 )
-                made[key] = _plain(found, inputs, node, sizes)
-            out[node] = Annotated(node, rules[node], tuple(map(result_of, inputs)), made[key])
+                made[key] = _plain(found, inputs[node], node, sizes)
+            out[node] = Annotated(node, rules[node], keys[node], made[key])
         elif node.op == "output":
             out[node] = _demands(program, node, sizes)
     _pin(program, out, pins or {})
@@ -117,45 +116,70 @@ def _plain(found, inputs, node: fx.Node, sizes) -> tuple[Strategy, ...]:
     return tuple(unique.values())
 
 
-def _axis_choices(node: fx.Node, rule: OpRule, k: int, blocks) -> tuple[Choice, ...]:
-    if k == 1:
-        return choices(rule, 1)
-    inputs = operands(node)
-    per_factor: dict[str, set[int]] = defaultdict(lambda: {1})
-    for spec, key in [*zip(rule.operands, map(result_of, inputs)), *((s, (node, i)) for i, s in enumerate(rule.results))]:
-        for factor, b, _ in factor_blocks(rule, spec, key, blocks):
-            per_factor[factor].add(b)
-    return choices(rule, k, {f: tuple(sorted(bs)) for f, bs in per_factor.items()})
+def _choices_by_axis(rules: dict[fx.Node, OpRule], keys, sizes, blocks) -> dict[fx.Node, list[tuple[Choice, ...]]]:
+    """What each axis may do with each op. Ops of one rule that see the same blocks share one tuple of choices."""
+    made: dict[tuple, list[tuple[Choice, ...]]] = {}
+    found = {}
+    for node, rule in rules.items():
+        per_factor: dict[str, set[int]] = defaultdict(lambda: {1})
+        for spec, key in [*zip(rule.operands, keys[node]), *((s, (node, i)) for i, s in enumerate(rule.results))]:
+            for factor, b, _ in factor_blocks(rule, spec, key, blocks):
+                per_factor[factor].add(b)
+        per_factor = {factor: tuple(sorted(per_factor[factor])) for factor in sorted(per_factor)}
+        marks = (*(producer.meta.get("batch", R) for producer, _ in keys[node]), *(node.meta.get("batch", R) for _ in rule.results))
+        known = (id(rule), tuple(per_factor.items()), marks)
+        if known not in made:
+            data, tensor = (choices(rule, k, per_factor) if k > 1 else choices(rule, 1) for k in sizes)
+            made[known] = [data, _leave_batch_to_data(rule, tensor, marks)]
+        found[node] = list(made[known])
+    return found
 
 
-def _leave_batch_to_data(node: fx.Node, rule: OpRule, options: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """The tensor axis divides what is not the batch, unless a matmul has nothing else to divide.
+def _leave_batch_to_data(rule: OpRule, options: tuple[Choice, ...], marks: tuple[Placement, ...]) -> tuple[Choice, ...]:
+    """The tensor axis divides what is not the batch, unless a matmul has nothing else to divide. ``marks``: where each operand and result
+    has the batch.
 
     An axis's name says what it is for. Where memory allows it, the batch is the cheapest thing to cut along every axis, and a mesh of
     (1, 8) would be planned as if it were (8, 1).
     """
-    marks = [*(result_of(x)[0].meta.get("batch", R) for x in operands(node)), *(node.meta.get("batch", R) for _ in rule.results)]
     kept = tuple(c for c in options if not any(p.is_shard and p == mark for p, mark in zip(c.operands + c.results, marks)))
     return kept if not rule.flops or any(c.name.startswith("shard") for c in kept) else options
 
 
-def _prune(program: Program, rules, per_axis, axis: int) -> None:
+def _prune(program: Program, rules: dict[fx.Node, OpRule], keys, per_axis, axis: int) -> None:
     """Drop choices that lead nowhere: a blocked shard that no neighbour speaks, a view's shard that no consumer wants."""
     consumers: dict[Key, list[tuple[fx.Node, int]]] = defaultdict(list)
     for node in rules:
-        for i, x in enumerate(operands(node)):
-            consumers[result_of(x)].append((node, i))
+        for i, key in enumerate(keys[node]):
+            consumers[key].append((node, i))
     leaves = {result_of(x) for x in program.leaves if isinstance(x, fx.Node)}
+    # What was found for one op is found for all that have the same rule, choices and neighbours. Tuples of choices are told apart by id:
+    # equal ones are one object, and ``alive`` holds them all.
+    sets: dict[frozenset, frozenset] = {}
+    sides: dict[tuple, frozenset[Placement]] = {}
+    kept: dict[tuple, tuple[Choice, ...]] = {}
+    alive = {tuple(map(id, options[axis])): options[axis] for options in per_axis.values()}
+    for options in per_axis.values():
+        options[axis] = alive[tuple(map(id, options[axis]))]
 
-    def accepted(key: Key) -> set[Placement] | None:
+    def side(options: tuple[Choice, ...], index: int, results: bool) -> frozenset[Placement]:
+        """What the choices demand of an operand, or what a result can be."""
+        key = id(options), index, results
+        if key not in sides:
+            found = frozenset((c.results if results else c.operands)[index] for c in options)
+            sides[key] = sets.setdefault(found, found)
+        return sides[key]
+
+    def accepted(key: Key) -> frozenset[Placement] | None:
         """Shards that some consumer demands; None if the value leaves the program."""
         if key in leaves:
             return None
-        return {c.operands[i] for node, i in consumers[key] for c in per_axis[node][axis]}
+        found = frozenset().union(*{side(per_axis[node][axis], i, False) for node, i in consumers[key]})
+        return sets.setdefault(found, found)
 
-    def produced(key: Key) -> set[Placement] | None:
+    def produced(key: Key) -> frozenset[Placement] | None:
         node, index = key
-        return None if node not in rules else {c.results[index] for c in per_axis[node][axis]}
+        return None if node not in rules else side(per_axis[node][axis], index, True)
 
     def useful(choice: Choice, wanted: list, made: list, view: bool) -> bool:
         for p, w in zip(choice.results, wanted):
@@ -163,16 +187,24 @@ def _prune(program: Program, rules, per_axis, axis: int) -> None:
                 return False
         return not any(p.is_shard and p.blocks > 1 and m is not None and p not in m for p, m in zip(choice.operands, made))
 
+    def useful_choices(node: fx.Node, options: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        rule = rules[node]
+        wanted = [accepted((node, i)) for i in range(len(rule.results))]
+        made = [produced(key) for key in keys[node]]
+        key = (id(rule), id(options), *map(id, wanted), *map(id, made))
+        if key not in kept:
+            view = rule.flops == 0 and not rule.saved
+            left = tuple(c for c in options if useful(c, wanted, made, view))
+            kept[key] = options if len(left) == len(options) else alive.setdefault(tuple(map(id, left)), left)
+        return kept[key]
+
     changed = True
     while changed:
         changed = False
         for node in reversed(list(rules)):
-            view = rules[node].flops == 0 and not rules[node].saved
-            wanted = [accepted((node, i)) for i in range(len(rules[node].results))]
-            made = [produced(result_of(x)) for x in operands(node)]
-            kept = tuple(c for c in per_axis[node][axis] if useful(c, wanted, made, view))
-            if len(kept) < len(per_axis[node][axis]):
-                per_axis[node][axis] = kept
+            left = useful_choices(node, per_axis[node][axis])
+            if left is not per_axis[node][axis]:
+                per_axis[node][axis] = left
                 changed = True
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import RuleError
-from autoshard.program import operands, tensors, where
+from autoshard.program import likeness, operands, tensors, where
 from autoshard.rules import (
     attention,
     convolution,
@@ -76,6 +76,10 @@ NAMED = dict(matmul.NAMED)
 """The same for ops outside ATen, by name ("lib::op" for the default overload), users' own among them: they win over ``RULES``."""
 
 
+_MADE: dict[tuple, OpRule] = {}
+"""Rules of ops met before, by what they are made from: the ops of a hundred layers have the rules of one."""
+
+
 class RuleWarning(UserWarning):
     """An op has no sharding rule, and is replicated."""
 
@@ -104,6 +108,16 @@ def rule_for(node: fx.Node) -> OpRule:
     rule = _find(node.target)
     if rule is None:
         return _replicated(node, "has no sharding rule")
+    key = rule, likeness(node)
+    if key not in _MADE:
+        made = _made(node, rule)
+        if made.fallback:  # which warns, once a program
+            return made
+        _MADE[key] = made
+    return _MADE[key]
+
+
+def _made(node: fx.Node, rule) -> OpRule:
     try:
         found = bind_node(node, rule) if isinstance(rule, str) else rule(node)
     except RuleError as error:
@@ -115,7 +129,7 @@ def rule_for(node: fx.Node) -> OpRule:
 
 def _replicated(node: fx.Node, why: str) -> OpRule:
     """Every operand and result whole on every rank. The warning leaves a mark in ``meta``, so that copies of the program keep quiet."""
-    if not any(n.meta.get("warned") for n in node.graph.nodes if n.target is node.target):
+    if not any(n.meta.get("warned") for n in node.graph.find_nodes(op="call_function", target=node.target, sort=False)):
         node.meta["warned"] = True
         name = _name(node.target)
         hint = f'autoshard.register_rule("{name}", ...) would let it be sharded'
