@@ -1,7 +1,7 @@
-"""The command line: ``autoshard explain | verify | emit | run TARGET``, and ``autoshard profile``.
+"""The command line: ``autoshard explain | compare | verify | emit | run TARGET``, ``autoshard diff PLAN PLAN`` and ``autoshard profile``.
 
 Results go to stdout, progress to stderr. Exit status: 0 done; 1 the answer is no (unequal, nothing fits); 2 an error or wrong usage, and
-the last thing on stderr is then ``autoshard: error: ...``.
+the last thing on stderr is then ``autoshard: error: ...``. Like ``diff``, diff gives 1 where something differs.
 """
 
 from __future__ import annotations
@@ -42,6 +42,19 @@ def parser() -> argparse.ArgumentParser:
 
     explain = command("explain", "find the plan, and say what it does and costs")
     explain.add_argument("--all", action="store_true", help="list every op, and every collective with its reason")
+    asked = explain.add_mutually_exclusive_group()
+    asked.add_argument("--why", metavar="NODE", help="why an op, module, parameter or input is placed as it is, and what else there was")
+    asked.add_argument(
+        "--why-not", action="append", default=[], metavar="NODE=AXIS:PLACEMENT",
+        help="plan again with a placement forced, as --pin does, and say what gets worse; may be repeated",
+    )  # fmt: skip
+
+    command("compare", "put the plans of other frameworks, on as many devices, beside ours")
+
+    diff = commands.add_parser("diff", help="say how two plans differ", description="Say how two plans differ.")
+    for name in ("before", "after"):
+        diff.add_argument(name, metavar=name.upper(), help="a plan (JSON, as `explain --format json` prints it)")
+    diff.add_argument("--format", choices=("text", "json"), default="text", help="of the result (default: text)")
 
     verify = command("verify", "train on local processes and on one device, and compare")
     verify.add_argument("--steps", type=_positive, metavar="N", default=3, help="optimizer steps (default: 3)")
@@ -155,6 +168,9 @@ def _options(arguments: argparse.Namespace) -> dict:
     elif arguments.plan is None:
         raise UsageError("no mesh", hint="give --mesh data,tensor,pipeline, for example --mesh 4,2,2")
     if arguments.plan is not None:
+        if arguments.command == "compare" or getattr(arguments, "why_not", None):
+            what = "compare makes its plans" if arguments.command == "compare" else "--why-not plans again"
+            raise UsageError(f"{what} from the flags, not from a --plan", hint="leave --plan out, and give the flags that it was made with")
         settled = [flag for flag in ("cluster", "memory", "microbatches", "precision", "random", "pin") if getattr(arguments, flag)]
         settled += [flag for flag in ("zero", "recompute", "schedule", "offload") if getattr(arguments, flag) != "auto"]
         if settled:
@@ -166,6 +182,8 @@ def _options(arguments: argparse.Namespace) -> dict:
             options[name] = getattr(arguments, name)
     if arguments.pin:
         options["pin"] = _pins(arguments.pin)
+    if getattr(arguments, "why_not", None):
+        arguments.forced = _pins(arguments.why_not)
     return options
 
 

@@ -33,12 +33,81 @@ def explain(arguments: Namespace, options: dict) -> int:
     from autoshard.report.explain import explain as sections
     from autoshard.report.tables import show
 
+    if arguments.why is not None:
+        return _why(arguments, options)
+    if arguments.why_not:
+        return _why_not(arguments, options)
     plan = _plan(arguments, options)[2]
     if arguments.format == "json":
         _print_json(plan.to_json())
     else:
         show(sections(plan, every=arguments.all))
     return DONE
+
+
+def _why(arguments: Namespace, options: dict) -> int:
+    """Print why something is placed as it is."""
+    from autoshard import reasons
+    from autoshard.report.tables import show
+    from autoshard.report.why import why as sections
+
+    captured, title, options = _captured(arguments, options)
+    with _progress("planning"):
+        plan = options.get("plan") or _searched(captured, title, options)
+        answer = reasons.why(captured, plan, arguments.why, options.get("pin"))
+    if arguments.format == "json":
+        _print_json(answer.to_json())
+    else:
+        show(sections(answer, arguments.all))
+    return DONE
+
+
+def _why_not(arguments: Namespace, options: dict) -> int:
+    """Print what a forced placement would make worse."""
+    from autoshard.report.tables import show
+    from autoshard.report.why import why_not as sections
+
+    captured, title, options = _captured(arguments, options)
+    with _progress("planning, without and with what is forced"):
+        plan = _searched(captured, title, options)
+        pins = {name: {**options.get("pin", {}).get(name, {}), **axes} for name, axes in arguments.forced.items()}
+        forced = {**options, "microbatches": plan.microbatches, "pin": {**options.get("pin", {}), **pins}}
+        other = _searched(captured, title, forced)
+    if arguments.format == "json":
+        _print_json({"plan": plan.to_json(), "forced": other.to_json()})
+    else:
+        show(sections(", ".join(arguments.why_not), plan, other))
+    return DONE
+
+
+def compare(arguments: Namespace, options: dict) -> int:
+    """Print the plans of other frameworks beside ours; 1 if ours does not fit."""
+    from autoshard import comparing
+    from autoshard.report.compare import compare as sections
+    from autoshard.report.tables import show
+
+    captured, title, options = _captured(arguments, options)
+    with _progress("planning") as status:
+        comparison = comparing.compare(captured, title, progress=status.update if status else lambda text: None, **options)
+    if arguments.format == "json":
+        _print_json(comparison.to_json())
+    else:
+        show(sections(comparison))
+    return DONE if comparison.ours.fits else NO
+
+
+def diff(arguments: Namespace, options: dict) -> int:
+    """Print how two plans differ; 1 if they do."""
+    from autoshard.report import diff as report
+    from autoshard.report.tables import show
+
+    before, after = Plan.load(arguments.before), Plan.load(arguments.after)
+    equal = report.same(before, after)
+    if arguments.format == "json":
+        _print_json({"same": equal, **report.to_json(before, after)})
+    else:
+        show(report.diff(before, after))
+    return DONE if equal else NO
 
 
 def verify(arguments: Namespace, options: dict) -> int:
@@ -175,6 +244,26 @@ def _plan(arguments: Namespace, options: dict):
             _check_belongs(options["plan"], model, inputs)
             return model, inputs, options["plan"]
         return model, inputs, compiler.plan(model, example_inputs=inputs, **options)
+
+
+def _captured(arguments: Namespace, options: dict):
+    """(captured model, its name, options without the precision that it has now): for those that plan several times."""
+    from autoshard.capture import capture
+
+    options = _with_plan(options)
+    with _progress(f"loading {arguments.target}"):
+        model, inputs = load_target(arguments.target)
+    if "plan" in options:
+        _check_belongs(options["plan"], model, inputs)
+    with _progress("tracing"):
+        precision = options["plan"].precision if "plan" in options else options.pop("precision", "fp32")
+        return capture(model, inputs, precision=precision), type(model).__name__, options
+
+
+def _searched(captured, title: str, options: dict) -> Plan:
+    from autoshard.searching import search
+
+    return search(captured, title, **options)
 
 
 def _check_belongs(plan: Plan, model: nn.Module, inputs: dict | tuple) -> None:

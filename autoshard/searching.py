@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoshard import passes
 from autoshard.capture import Captured
@@ -18,7 +19,7 @@ from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
 from autoshard.planning.joint import decide_jointly
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Saving, apply, decide, record
+from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Narrow, Saving, apply, decide, record
 from autoshard.planning.staging import Irregular
 from autoshard.predict import check_memory, describe, predict
 from autoshard.program import Program
@@ -28,29 +29,32 @@ SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
 """What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``."""
 
 
-def search(
+def search(captured: Captured, title: str, mesh: Mesh | int, *options: Any, **named: Any) -> Plan:
+    """The plan with the shortest predicted step that fits. ``options`` are those of ``wanted_of``. Raises PlanError."""
+    return wanted_of(captured, title, *options, **named).best(mesh)
+
+
+def wanted_of(
     captured: Captured,
     title: str,
-    mesh: Mesh | int,
-    cluster: Cluster | str | None,
-    memory: str | float | None,
-    microbatches: int | None,
-    pin: Mapping[str, Mapping[str, str]] | None,
-    zero: int | str,
-    recompute: str,
-    schedule: str,
-    offload: str,
-    random: str,
-) -> Plan:
-    """The plan with the shortest predicted step that fits. Arguments as for ``autoshard.plan``. Raises PlanError."""
+    cluster: Cluster | str | None = None,
+    memory: str | float | None = None,
+    microbatches: int | None = None,
+    pin: Mapping[str, Mapping[str, str]] | None = None,
+    zero: int | str = "auto",
+    recompute: str = "auto",
+    schedule: str = "auto",
+    offload: str = "auto",
+    random: str = "invariant",
+) -> Wanted:
+    """What is to be planned, options as for ``autoshard.plan``. Raises PlanError."""
     cluster = Cluster.of(cluster)
     limit = parse_bytes(memory) if memory is not None else cluster.device.memory
     program = without_keys(passes.run("canonicalize", captured.program), random)
     if offload not in ("optimizer", "off", "auto"):
         raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
     saving, host = Saving.of(zero, recompute), offload == "optimizer"
-    wanted = Wanted(captured, program, title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, host)
-    return replace(wanted.on(mesh) if isinstance(mesh, Mesh) else wanted.on_any(mesh), random=random)
+    return Wanted(captured, program, title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, host, random)
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,28 @@ class Wanted:
     saving: Saving
     schedule: str
     offload: bool
+    random: str
+
+    def best(self, mesh: Mesh | int) -> Plan:
+        """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
+        return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
 
     def on(self, mesh: Mesh) -> Plan:
         """The best plan for a mesh, over the numbers of micro-batches. Raises PlanError."""
         self.program.mesh = mesh
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
+        given = (self.captured, self.program, self.title, mesh, self.cluster, self.limit)
+        best = self.over_microbatches(
+            mesh, lambda m: plan_for(*given, m, self.pins, saving=self.saving, schedule=placed, offload=self.offload)
+        )
+        check_memory(best)
+        return best
+
+    def over_microbatches(self, mesh: Mesh, plan: Callable[[int], Plan]) -> Plan:
+        """The fastest of the plans for several numbers of micro-batches, of those that fit if one does.
+
+        Raises PlanError if ``plan`` always does.
+        """
         best: Plan | None = None
         refused: PlanError | None = None
 
@@ -79,12 +100,11 @@ class Wanted:
             """Whether the plan for ``m`` is the best so far."""
             nonlocal best, refused
             try:
-                given = (self.captured, self.program, self.title, mesh, self.cluster, self.limit, m, self.pins)
-                found = plan_for(*given, saving=self.saving, schedule=placed, offload=self.offload)
+                found = plan(m)
             except PlanError as error:
                 refused = refused if isinstance(refused, InfeasibleError) else error
                 return False
-            better = best is None or self._rank(found) < self._rank(best)
+            better = best is None or self.rank(found) < self.rank(best)
             best = found if better else best
             return better
 
@@ -103,10 +123,10 @@ class Wanted:
                 fits = best is not None and best.peak_bytes <= self.limit
         if best is None:
             raise refused
-        check_memory(best)
         return best
 
-    def _rank(self, plan: Plan) -> tuple:
+    def rank(self, plan: Plan) -> tuple[bool, float]:
+        """Smaller is better."""
         return plan.peak_bytes > self.limit, plan.step_seconds
 
     def on_any(self, devices: int) -> Plan:
@@ -168,6 +188,7 @@ class Task:
     offload: bool  # of all trained parameters' optimizer state
     cut: Microbatched
     m: int
+    narrow: Narrow | None = None
 
     def predicted(self, decision: Decision) -> Plan:
         strategies, stages = record(decision)
@@ -181,8 +202,12 @@ class Task:
 
     def quick(self, solvers=CHEAPEST) -> Plan:
         """The fastest plan, memory aside, with no more done to save memory than was asked for."""
+        return self.predicted(self.decided(solvers))
+
+    def decided(self, solvers=CHEAPEST) -> Decision:
+        """What the fastest plan is."""
         given = (self.cut.program, self.mesh, self.cluster, pure_nodes, self.limit, self.pins)
-        return self.predicted(decide(*given, solvers=solvers, saving=self.saving, chunks=self.schedule.chunks))
+        return decide(*given, solvers=solvers, saving=self.saving, chunks=self.schedule.chunks, narrow=self.narrow)
 
     def joint(self, quick: Plan) -> Plan:
         """The fastest plan that fits, over ZeRO levels and recomputation too. Raises Irregular, InfeasibleError."""

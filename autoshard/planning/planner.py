@@ -13,7 +13,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.compute import op_costs
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.mesh import Mesh
-from autoshard.planning.fold import fold
+from autoshard.planning.fold import Folding, fold
 from autoshard.planning.problem import build, classes_of, op_seconds
 from autoshard.planning.saving import NOTHING, Saving, layer_regions, zero_levels
 from autoshard.planning.stages import blocks
@@ -40,6 +40,10 @@ class Decision:
     kept: list[str] = field(default_factory=list)
 
 
+Narrow = Callable[[Program, Folding, dict[fx.Node, Annotated], Mesh], None]
+"""Takes strategies away from annotated nodes, in place; it raises PlanError where too few would be left."""
+
+
 @dataclass(frozen=True)
 class Solvers:
     """What answers the two problems: the cheapest answers, unless someone wants others (tests: any legal answer must compute the same)."""
@@ -62,27 +66,38 @@ def decide(
     solvers: Solvers = CHEAPEST,
     saving: Saving = NOTHING,
     chunks: int = 1,
+    narrow: Narrow | None = None,
 ) -> Decision:
     """The cheapest strategies for every node, then the cheapest cut into stages, ``chunks`` of them a rank.
 
-    ``pure(program)`` gives the values that any stage can compute for itself. ``limit``: bytes a rank, for the cut. Raises PlanError.
+    ``pure(program)`` gives the values that any stage can compute for itself. ``limit``: bytes a rank, for the cut. ``narrow`` takes
+    strategies away before anything is decided. Raises PlanError.
     """
     start = time.perf_counter()
-    alike = fold(program).by_node(program)
+    folding = fold(program)
+    alike = folding.by_node(program)
     for name in pins or ():  # what is pinned in one layer is not pinned in all of them
         alike.pop(pinned_node(program, name), None)
     annotated = annotate(program, mesh, pins, alike)
+    if narrow:
+        narrow(program, folding, annotated, mesh)
     split_heavy(annotated, alike)
     chosen, notes = _shardings(program, annotated, alike, mesh, cluster, partial(solvers.shardings, time_limit=time_limit))
     decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
-    if saving.zero and mesh.data > 1:
-        decision.zero = zero_levels(program, {n: s.results[0] for n, s in chosen.items() if n.op == "placeholder"}, saving.zero)
-    if saving.recompute:
-        decision.regions = layer_regions(program, pure(program))
+    save(decision, program, pure(program), saving)
     if mesh.pipeline > 1:
         decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts, chunks, saving)
     notes["seconds"] = time.perf_counter() - start
     return decision
+
+
+def save(decision: Decision, program: Program, pure: set[fx.Node], saving: Saving) -> None:
+    """Write on a decision what ``saving`` asks for, the same for all weights and layers. ``program`` knows its mesh."""
+    decision.zero, decision.regions = {}, {}
+    if saving.zero and program.mesh.data > 1:
+        decision.zero = zero_levels(program, {n: s.results[0] for n, s in decision.chosen.items() if n.op == "placeholder"}, saving.zero)
+    if saving.recompute:
+        decision.regions = layer_regions(program, pure)
 
 
 def _shardings(program: Program, annotated: dict[fx.Node, Annotated], alike, mesh: Mesh, cluster: Cluster, solve):

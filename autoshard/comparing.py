@@ -1,0 +1,146 @@
+"""The plans of other frameworks beside ours: the same model, devices, pipeline and prices, but fewer things to choose from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from autoshard import passes
+from autoshard.capture import Captured
+from autoshard.errors import InfeasibleError, PlanError
+from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import pure_nodes
+from autoshard.passes.microbatch import Microbatched
+from autoshard.planning.baselines import BASELINES, Baseline
+from autoshard.planning.choices import batch_of, microbatch_candidates
+from autoshard.planning.comparison import Comparison, Row
+from autoshard.planning.plan import Plan
+from autoshard.planning.planner import NOTHING, Decision, Saving, save
+from autoshard.schedule import Schedule, schedule_of
+from autoshard.searching import Task, Wanted, default_schedule, wanted_of
+
+SLACK = 0.98
+"""A rank's share of an op is not always a whole share: kernels of pieces skip a little of what the op on one device does."""
+
+
+OURS = "autoshard"
+
+
+class Slower(PlanError):
+    """Not planned: it can't be faster than what is known."""
+
+
+def compare(
+    captured: Captured,
+    title: str,
+    mesh: Mesh | int,
+    progress: Callable[[str], None] = lambda text: None,
+    baselines: Iterable[Baseline] = BASELINES,
+    **options: Any,
+) -> Comparison:
+    """Our plan on a mesh, or the best over the meshes of a number of devices, and every baseline's best plan on as many devices.
+
+    ``options`` are those of ``search``; ``pin``, ``zero``, ``recompute`` and ``offload`` are for our plan alone. ``progress`` is told what
+    is being planned. What can't be planned has a reason instead of a plan.
+    """
+    wanted = wanted_of(captured, title, **options)
+    devices = mesh if isinstance(mesh, int) else mesh.size
+    planner = _Planner(replace(wanted, pins={}, saving=NOTHING, offload=False), devices, progress)
+    rows = [planner.row(baseline) for baseline in baselines]
+    progress(f"autoshard on {mesh if isinstance(mesh, Mesh) else f'all meshes of {mesh} devices'}")
+    try:
+        ours = Row(OURS, "the best plan found", wanted.best(mesh))
+    except PlanError as error:
+        ours = Row(OURS, "the best plan found", None, error.what)
+    return Comparison((ours, *rows), devices, isinstance(mesh, int))
+
+
+@dataclass
+class _Planner:
+    """Plans for baselines, of one model on a number of devices."""
+
+    wanted: Wanted
+    devices: int
+    progress: Callable[[str], None]
+    one_device: float = float("inf")  # seconds of a step on one device, the least that was seen
+    cuts: dict[int, Microbatched] = field(default_factory=dict)
+    decisions: dict[tuple, Decision] = field(default_factory=dict)
+
+    def row(self, baseline: Baseline) -> Row:
+        """The best plan of a baseline: of those that fit, if any does."""
+        batch = batch_of(self.wanted.program)
+        meshes = [mesh for mesh in baseline.meshes(self.devices, self.wanted.cluster) if not (batch and batch % mesh.data)]
+        if not meshes:
+            return Row(baseline.name, baseline.what, None, f"none of its meshes of {self.devices} devices divides the batch of {batch}")
+        best: list[Plan] = []  # none, or one
+        reason = ""
+        for savings in baseline.savings:
+            if best and best[0].peak_bytes <= self.wanted.limit:
+                break
+            reason = self.search(best, meshes, baseline, savings) or reason
+        return Row(baseline.name, baseline.what, best[0] if best else None, "" if best else reason)
+
+    def search(self, best: list[Plan], meshes: list[Mesh], baseline: Baseline, savings: tuple[Saving, ...]) -> str:
+        """Put the best plan over meshes and numbers of micro-batches into ``best``; the first reason why a mesh has none."""
+        reason = ""
+        candidates = {mesh: microbatch_candidates(self.wanted.program, mesh, self.wanted.microbatches) for mesh in meshes}
+        for mesh in sorted(meshes, key=lambda mesh: min(self.share(mesh, m) for m in candidates[mesh])):
+            try:
+                found = self.wanted.over_microbatches(mesh, partial(self.attempt, best, baseline, savings, mesh))
+            except Slower:
+                continue
+            except PlanError as error:
+                reason = reason or error.what
+                continue
+            best[:] = [min((*best, found), key=self.wanted.rank)]
+        return reason
+
+    def attempt(self, best: list[Plan], baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan:
+        """The plan for ``m``. Raises Slower if it can't be faster than the best one, which fits."""
+        known = best[0].step_seconds if best and best[0].peak_bytes <= self.wanted.limit else float("inf")
+        if SLACK * self.one_device * self.share(mesh, m) >= known < float("inf"):
+            raise Slower(f"{m} micro-batches on mesh {mesh} are slower than the best")
+        self.progress(f"{baseline.name} on {mesh}, {m} micro-batch{'es' * (m > 1)}")
+        found = self.restricted(baseline, savings, mesh, m)
+        self.one_device = min(self.one_device, found.one_device_seconds)
+        return found
+
+    def share(self, mesh: Mesh, m: int) -> float:
+        """The least share of one device's time that a step can take: all work divided by all ranks, and the pipeline's bubble."""
+        p = mesh.pipeline
+        bubble = (m + p - 1) / m if self.placed(mesh).name in ("none", "GPipe", "1F1B") else 1.0
+        return bubble / mesh.size
+
+    def placed(self, mesh: Mesh) -> Schedule:
+        auto = self.wanted.schedule == "auto" or mesh.pipeline == 1
+        return default_schedule(mesh) if auto else schedule_of(self.wanted.schedule)
+
+    def restricted(self, baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan:
+        """A baseline's plan: the best of ``savings``."""
+        wanted = self.wanted
+        if m not in self.cuts:
+            self.cuts[m] = passes.run("microbatch", wanted.program, m)
+        cut = self.cuts[m]
+        wanted.program.mesh = cut.program.mesh = mesh
+        schedule = self.placed(mesh)
+        schedule.check(m, mesh.pipeline, schedule.chunks)
+        given = (wanted.captured, wanted.program, wanted.title, mesh, wanted.cluster, wanted.limit, {})
+        plans = []
+        for saving in savings:
+            task = Task(*given, saving, schedule, False, cut, m, baseline.narrow)
+            try:
+                plans.append(task.predicted(self.decided(task)))
+            except InfeasibleError:  # then what it would need
+                plans.append(replace(replace(task, limit=None).quick(), memory_limit=wanted.limit))
+        return min(plans, key=wanted.rank)
+
+    def decided(self, task: Task) -> Decision:
+        """Its decision; that of the same restriction is used again where only what saves memory differs, and no cut depends on it."""
+        key = (task.narrow, task.mesh, task.m, task.saving if task.mesh.pipeline > 1 else None)
+        if key not in self.decisions:
+            self.decisions[key] = task.decided()
+        decision = replace(self.decisions[key])
+        save(decision, task.cut.program, pure_nodes(task.cut.program), task.saving)
+        return decision
