@@ -16,11 +16,11 @@ from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
 from autoshard.passes.microbatch import Microbatched
+from autoshard.planning.chain import Irregular
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
 from autoshard.planning.joint import decide_jointly
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Narrow, Saving, apply, decide, record
-from autoshard.planning.staging import Irregular
 from autoshard.predict import check_memory, describe, predict
 from autoshard.program import Program
 from autoshard.schedule import SCHEDULES, Schedule, schedule_of

@@ -12,10 +12,11 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
+from autoshard.planning.chain import Irregular, chain_of
 from autoshard.planning.fold import fold
 from autoshard.planning.planner import Decision
 from autoshard.planning.saving import Saving
-from autoshard.planning.staging import ANY, KEPT, PLAIN, Allowed, Irregular, Staged, chain_of, stage_problem
+from autoshard.planning.staging import ANY, KEPT, PLAIN, Allowed, Staged, stage_problem
 from autoshard.planning.strategies import annotate, pinned_node, split_heavy
 from autoshard.program import Program
 from autoshard.solvers.exact import StagedSolution

@@ -10,7 +10,7 @@ is paid for once a (storage, placement); in one that is, the block's inputs are 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from torch import fx
@@ -22,9 +22,8 @@ from autoshard.cost.memory import state_bytes
 from autoshard.cost.pipeline import in_flight
 from autoshard.mesh import SHARDED_AXES, Mesh
 from autoshard.placement import R_STAR, Layout, R, cut_over_data, local_shape
-from autoshard.planning.fold import Folding
+from autoshard.planning.chain import Chain, Irregular
 from autoshard.planning.problem import BUCKET, EPSILON, move_seconds
-from autoshard.planning.stages import alive_across
 from autoshard.planning.strategies import Annotated
 from autoshard.program import Program, operands, tensors
 from autoshard.rules.notation import Strategy
@@ -48,10 +47,6 @@ ANY, PLAIN, KEPT, AGAIN, ONCE = "any", "plain", "kept", "again", "once"
 result backward does not need, nor anything that is computed again. ANY: a weight, to which it is all one."""
 
 
-class Irregular(ValueError):
-    """The model's blocks can't be told apart in the way that the staged problem needs; why, in words."""
-
-
 @dataclass(frozen=True)
 class Way:
     """What one strategy of the problem stands for."""
@@ -59,61 +54,6 @@ class Way:
     strategy: Strategy
     level: int = 0  # ZeRO
     mode: str = ANY
-
-
-@dataclass
-class Chain:
-    """The ops of a program in blocks, in order. part: of each block; blocks of one part are the same layer, op by op."""
-
-    blocks: list[list[fx.Node]]
-    part: list[int]
-    block_of: dict[fx.Node, int] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.block_of = {node: b for b, nodes in enumerate(self.blocks) for node in nodes}
-
-
-def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
-    """Blocks: the layers that repeat, and the runs of ops between them. Values that any stage can compute for itself lie in the first.
-
-    Raises Irregular if a cut between two blocks would be impossible.
-    """
-    ops = program.ops
-    starts = {start: (kind, layers.period) for kind, layers in enumerate(folding.layers) for start in layers.starts}
-    blocks: list[list[fx.Node]] = []
-    kinds: list[object] = []
-    common: list[fx.Node] = []
-    at, between = 0, []
-    while at <= len(ops):
-        if between and (at == len(ops) or at in starts):
-            blocks.append(between)
-            kinds.append(("between", len(blocks)))
-            between = []
-        if at == len(ops):
-            break
-        if at in starts:
-            kind, period = starts[at]
-            blocks.append(ops[at : at + period])
-            kinds.append(kind)
-            at += period
-        else:
-            (common if ops[at] in pure else between).append(ops[at])
-            at += 1
-    if common:
-        if not blocks or kinds[0] in range(len(folding.layers)):
-            raise Irregular("there is no op before the first layer")
-        blocks[0] = sorted(common + blocks[0], key={n: i for i, n in enumerate(ops)}.__getitem__)
-    if any(all(node in pure for node in block) for block in blocks):
-        raise Irregular("a block has no work of its own")
-    numbers: dict[object, int] = {}
-    chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds])
-    tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
-    alive = dict(alive_across(program, pure))
-    for block in blocks[:-1]:
-        last = max((n for n in block if n not in common), key={n: i for i, n in enumerate(ops)}.__getitem__)
-        if not alive[last] or any(value in tuples for value in alive[last]):
-            raise Irregular(f"the model can't be cut behind {last.name}")
-    return chain
 
 
 @dataclass

@@ -1,0 +1,200 @@
+"""What a block may cost: ways to run it (columns), and what no way costs less than (floors). For ``folded``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import floor, log10
+
+import numpy as np
+
+from . import sharding
+from .problem import Infeasible, Op, ShardingProblem, Use, Value
+from .staged import FIRST, HERE, NEXT, NOTHING, RESIDENT, Amount, StagedProblem
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to run a block: its choices by op, what it costs, and the placements of what it hands to the next block."""
+
+    choices: tuple[tuple[int, int], ...]
+    amount: Amount
+    stream: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """A cut: no way to run the block costs less than ``bound`` at these prices."""
+
+    prices: Amount
+    bound: float
+
+
+@dataclass
+class Part:
+    """What is known of one kind of block, and how to ask for more."""
+
+    problem: StagedProblem
+    index: int
+    columns: list[Column] = field(default_factory=list)
+    floors: list[Floor] = field(default_factory=list)
+    asked: set[tuple] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.own = [i for i, op in enumerate(problem.ops) if op.part == self.index]
+        self.outside: list[int] = []
+        self.inner: list[tuple[int, list, float]] = []  # (value, its uses by this part, share of its price that falls to one block)
+        self.streams: list[int] = []  # values that the next block reads
+        alone = len(problem.blocks[self.index]) == 1
+        readers: dict[int, set[int]] = defaultdict(set)
+        for use in problem.uses:
+            readers[use.value].update(user for _, user in problem.links(use))
+        by_value = defaultdict(list)
+        for use in problem.uses:
+            if problem.ops[use.op].part != self.index:
+                continue
+            source = problem.values[use.value].op
+            if source in self.own or use.link != FIRST or alone:
+                by_value[use.value].append(use)
+            if source in self.own and use.link == NEXT and not alone and use.value not in self.streams:
+                self.streams.append(use.value)
+        self.shares: dict[int, float] = {}
+        for value, uses in by_value.items():
+            source = problem.values[value].op
+            if source in self.own:
+                uses = [use for use in uses if use.link == HERE or not alone]
+                share = 1.0
+            else:
+                share = 1.0 / len(readers[value])
+                if source not in self.outside:
+                    self.outside.append(source)
+                    reading = set().union(*(readers[v] for v, other in enumerate(problem.values) if other.op == source))
+                    self.shares[source] = 1.0 / len(reading) if problem.ops[source].part == RESIDENT else 0.0
+            self.inner.append((value, uses, share))
+        self.alone = alone
+        self.after = defaultdict(list)  # of a block on its own: value -> its uses by other parts
+        for use in problem.uses if alone else ():
+            if problem.values[use.value].op in self.own and problem.ops[use.op].part != self.index:
+                self.after[use.value].append(use)
+        self.at = {op: i for i, op in enumerate(self.own + self.outside)}
+        self.moves = {
+            index: (list(problem.values[index].moves), np.array(list(problem.values[index].moves.values())).reshape(-1, len(NOTHING)))
+            for index in [*(index for index, _, _ in self.inner), *self.after]
+        }
+
+    def priced(self, prices: Amount, kept: list[list[int]], beside: Mapping[int, int]) -> ShardingProblem:
+        """The sharding problem of one block at prices.
+
+        kept: the strategies that are left, of own and outside ops. beside: strategies of ops of other parts, which may read its values.
+        """
+        problem = self.problem
+        ops = []
+        for i, left in zip(self.own + self.outside, kept):
+            share = self.shares.get(i, 1.0)
+            ops.append(Op(problem.ops[i].name, tuple(share * problem.ops[i].costs[k].priced(prices) for k in left)))
+        values, uses = [], []
+        inner = {index: (readers, share) for index, readers, share in self.inner}
+        for index in dict.fromkeys([*inner, *(self.after if beside else ())]):
+            readers, share = inner.get(index, ((), 1.0))
+            value, left = problem.values[index], kept[self.at[problem.values[index].op]]
+            pairs, amounts = self.moves[index]
+            moves = dict(zip(pairs, (amounts @ (share * np.array(prices))).tolist()))
+            for use in readers:
+                uses.append(Use(len(values), self.at[use.op], tuple(use.demands[k] for k in kept[self.at[use.op]])))
+            for use in self.after[index] if index in self.after else ():
+                if use.op in beside:
+                    uses.append(Use(len(values), len(ops), (use.demands[beside[use.op]],)))
+                    ops.append(Op(problem.ops[use.op].name, (0.0,)))
+            values.append(Value(value.name, self.at[value.op], tuple(value.placements[k] for k in left), moves))
+        return ShardingProblem(tuple(ops), tuple(values), tuple(uses))
+
+    def cases(self) -> list[list[list[int]]]:
+        """The strategies of every op, once for each strategy of the switch, if there is one: those that go with it."""
+        problem = self.problem
+        everything = [list(range(len(problem.ops[i].costs))) for i in self.own + self.outside]
+        switch = next((i for i in self.own if problem.ops[i].switch), None)
+        if switch is None:
+            return [everything]
+        found = []
+        for strategy in everything[self.at[switch]]:
+            kept = [list(left) for left in everything]
+            kept[self.at[switch]] = [strategy]
+            for index, readers, _ in self.inner:
+                value = problem.values[index]
+                if value.op == switch:
+                    have = value.placements[strategy]
+                    for use in readers:
+                        at = self.at[use.op]
+                        kept[at] = [k for k in kept[at] if use.demands[k] == have or (have, use.demands[k]) in value.moves]
+            found.append(kept)
+        return found
+
+    def ask(self, prices: Amount, time_limit: float, beside: Mapping[int, int] | None = None) -> bool:
+        """Solve at these prices, as shares of the largest and rounded; whether that was not yet asked.
+
+        beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too.
+        """
+        lead = prices.seconds or max(prices)
+        prices = Amount(*(_rounded(price / lead) for price in prices))
+        beside = beside or {}
+        if (prices, *beside.items()) in self.asked:
+            return False
+        self.asked.add((prices, *beside.items()))
+        bound = float("inf")
+        for kept in self.cases():
+            kept = [[beside[op]] if op in beside else left for op, left in zip(self.own + self.outside, kept)]
+            try:
+                found = sharding.solve(self.priced(prices, kept, beside), time_limit=time_limit)
+            except Infeasible:
+                if not beside:
+                    raise
+                continue
+            bound = min(bound, found.bound * (1 - 1e-9))
+            column = self.column({op: kept[i][found.choices[i]] for op, i in self.at.items()})
+            if all(column.choices != other.choices for other in self.columns):
+                self.columns.append(column)
+        if not beside:
+            self.floors.append(Floor(prices, bound))
+        return True
+
+    def column(self, chosen: Mapping[int, int]) -> Column:
+        problem = self.problem
+        stream = tuple(problem.values[v].placements[chosen[problem.values[v].op]] for v in self.streams)
+        return Column(tuple(sorted(chosen.items())), self.amount(chosen, {}), stream)
+
+    def amount(self, chosen: Mapping[int, int], beside: Mapping[int, int]) -> Amount | None:
+        """What a block costs, with what it pays beside other parts' choices; None if they don't go together."""
+        problem, total = self.problem, NOTHING
+        chosen = {op: beside.get(op, strategy) for op, strategy in chosen.items()}
+        resident = [op for op in self.outside if problem.ops[op].part == RESIDENT] if self.alone else []
+        for op in self.own + resident:
+            total = total.plus(problem.ops[op].costs[chosen[op]])
+        wanted: dict[int, set[int]] = defaultdict(set)
+        for index, readers, _ in self.inner:
+            wanted[index] |= {use.demands[chosen[use.op]] for use in readers}
+        for index, readers in self.after.items():
+            wanted[index] |= {use.demands[beside[use.op]] for use in readers if use.op in beside}
+        share = {index: share for index, _, share in self.inner}
+        for index, demands in wanted.items():
+            value = problem.values[index]
+            have = value.placements[chosen[value.op]]
+            for want in demands - {have}:
+                if (have, want) not in value.moves:
+                    return None
+                total = total.plus(Amount(*(share.get(index, 1.0) * x for x in value.moves[have, want])))
+        return total
+
+    def sends(self, stream: tuple[int, ...]) -> float:
+        """Seconds that each of two stages spends on a cut between two blocks."""
+        return sum(self.problem.values[v].sends.get(p, 0.0) for v, p in zip(self.streams, stream))
+
+    def least_sends(self) -> float:
+        return sum(
+            min(self.problem.values[v].sends.get(p, 0.0) for p in self.problem.values[v].placements) for v in self.streams
+        )
+
+
+def _rounded(x: float, digits: int = 4) -> float:
+    return round(x, digits - 1 - floor(log10(x))) if x else 0.0

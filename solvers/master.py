@@ -1,0 +1,139 @@
+"""How many blocks of which cost go into which stage: the master program of ``folded``, whose letters it uses."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .columns import Part
+from .linear import LinearAnswer, LinearProgram
+from .staged import RESIDENT, Amount, StagedProblem
+
+TINY = 1e-7
+"""Of the natural price of time: breaks ties of plans that are alike in memory."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of blocks of one part."""
+
+    part: int
+    start: int
+    count: int
+
+
+class Master:
+    """The master program: from below over floors, or from above over columns.
+
+    y: column of each (segment, stage). n: of each (segment, stage, column of the part), from above.
+
+    beside: from above: a strategy for each op, by which blocks on their own are priced beside other parts. None: from below.
+    """
+
+    def __init__(self, problem: StagedProblem, segments: list[Segment], parts: dict[int, Part], scale: float, least: bool, beside):
+        self.problem, self.segments, self.parts, self.scale, self.least = problem, segments, parts, scale, least
+        self.lp = lp = LinearProgram()
+        p = problem.stages
+        clock = 0.0 if least else 1.0
+        self.spent = [{name: {} for name in ("seconds", "once", "bytes")} for _ in range(p)]
+        self.y = {(j, s): lp.column(upper=segment.count, integer=True) for j, segment in enumerate(segments) for s in range(p)}
+        self.n: dict[tuple[int, int, int], int] = {}
+        self._order()
+        self.peaks = [lp.column() for _ in range(p)]
+        for s, peak in enumerate(self.peaks):
+            self.spent[s]["bytes"][peak] = 1.0
+        if beside is None:
+            self._floors(clock)
+        else:
+            self._columns(clock, beside)
+        slowest, once = lp.column(cost=clock * (problem.microbatches - 1)), lp.column(cost=clock)
+        excess = lp.column(cost=1.0) if least else None
+        cut = min(part.least_sends() for part in parts.values()) * scale
+        self.time_rows, self.once_rows, self.memory_rows = [], [], []
+        for s, spent in enumerate(self.spent):
+            cuts = (s > 0) + (s < p - 1)
+            self.time_rows.append(lp.row({slowest: 1.0, **{c: -v for c, v in spent["seconds"].items()}}, cuts * cut))
+            self.once_rows.append(lp.row({once: 1.0, **{c: -v for c, v in spent["once"].items()}}, 0.0))
+            room, whole = ({excess: -1.0}, 0.0) if least else ({}, 1.0)
+            self.memory_rows.append(lp.row({**spent["bytes"], **room}, upper=whole - problem.reserve[s] / problem.limit))  # (M)
+        self.offset = 2 * (p - 1) * cut * clock
+
+    def _order(self) -> None:
+        """Segments lie in stages in order, and every stage has a block."""
+        lp, y, p = self.lp, self.y, self.problem.stages
+        for s in range(p):
+            lp.row({y[j, s]: 1.0 for j in range(len(self.segments))}, 1.0)
+        for j, segment in enumerate(self.segments):
+            lp.row({y[j, s]: 1.0 for s in range(p)}, segment.count, segment.count)
+            if j + 1 == len(self.segments):
+                continue
+            after = self.segments[j + 1].count
+            for s in range(p):
+                done = lp.column(upper=1.0, integer=True)  # the segments up to j end in stage s or before
+                lp.row({**{y[j, t]: 1.0 for t in range(s + 1)}, done: -float(segment.count)}, 0.0)
+                lp.row({**{y[j + 1, t]: 1.0 for t in range(s + 1)}, done: -float(after)}, upper=0.0)
+
+    def _spend(self, s: int, column: int, amount: Amount) -> None:
+        spent, problem = self.spent[s], self.problem
+        spent["seconds"][column] = amount.seconds * self.scale
+        spent["once"][column] = amount.once * self.scale
+        spent["bytes"][column] = (amount.state + problem.in_flight[s] * amount.saved) / problem.limit
+
+    def _floors(self, clock: float) -> None:
+        lp, limit = self.lp, self.problem.limit
+        units = Amount(1 / self.scale, 1 / self.scale, limit, limit, limit)
+        for (j, s), y in self.y.items():
+            amounts = [lp.column(cost=clock if i == 0 else 0.0) for i in range(len(units))]
+            for name, column, unit in zip(Amount._fields, amounts, units):
+                self._spend(s, column, Amount(**{name: unit}))
+            lp.row({self.peaks[s]: float(self.segments[j].count), amounts[-1]: -1.0}, 0.0)  # the most is no less than the mean
+            for bound in self.parts[self.segments[j].part].floors:
+                if bound.bound > 0:
+                    terms = {column: price * unit / bound.bound for column, price, unit in zip(amounts, bound.prices, units)}
+                    lp.row({**terms, y: -1.0}, 0.0)
+
+    def _columns(self, clock: float, beside: Mapping[int, int]) -> None:
+        lp, u = self.lp, {}
+        amounts = {}
+        for index, part in self.parts.items():
+            others = {op: k for op, k in beside.items() if self.problem.ops[op].part not in (index, RESIDENT)} if part.alone else {}
+            amounts[index] = [part.amount(dict(column.choices), others) for column in part.columns]
+        for index, part in self.parts.items():
+            streams = sorted({column.stream for column in part.columns})
+            if len(streams) > 1:
+                for stream in streams:
+                    u[index, stream] = lp.column(upper=1.0, integer=True)
+                lp.row({u[index, stream]: 1.0 for stream in streams}, 1.0, 1.0)  # (S)
+        for (j, s), y in self.y.items():
+            segment, terms = self.segments[j], {}
+            for c, column in enumerate(self.parts[segment.part].columns):
+                amount = amounts[segment.part][c]
+                if amount is None:
+                    continue
+                at = self.n[j, s, c] = lp.column(cost=clock * amount.seconds * self.scale, upper=segment.count, integer=True)
+                terms[at] = 1.0
+                self._spend(s, at, amount)
+                if amount.peak:
+                    used = lp.column(upper=1.0, integer=True)
+                    lp.row({at: 1.0, used: -float(segment.count)}, upper=0.0)
+                    lp.row({self.peaks[s]: 1.0, used: -amount.peak / self.problem.limit}, 0.0)
+                if (segment.part, column.stream) in u:
+                    lp.row({at: 1.0, u[segment.part, column.stream]: -float(segment.count)}, upper=0.0)
+            lp.row({**terms, y: -1.0}, 0.0, 0.0)  # (B)
+
+    def fix(self, y: dict[tuple[int, int], float]) -> None:
+        for key, column in self.y.items():
+            self.lp.row({column: 1.0}, y[key], y[key])
+
+    def prices(self, found: LinearAnswer) -> dict[int, list[Amount]]:
+        """What time and memory are worth in the stages that hold blocks, by part, from the duals of the relaxed program."""
+        wanted: dict[int, list[Amount]] = defaultdict(list)
+        for s, flight in enumerate(self.problem.in_flight):
+            memory = max(0.0, -found.duals[self.memory_rows[s]]) / (self.scale * self.problem.limit)
+            clock = TINY if self.least else 1.0 + max(0.0, found.duals[self.time_rows[s]])
+            price = Amount(clock, max(0.0, found.duals[self.once_rows[s]]), memory, memory * flight)
+            for j, segment in enumerate(self.segments):
+                if found.values[self.y[j, s]] > 1e-6:
+                    wanted[segment.part].append(price._replace(peak=memory / segment.count))
+        return wanted
