@@ -9,6 +9,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from math import ceil, prod
 
 from torch import fx
@@ -16,7 +17,7 @@ from torch import fx
 from autoshard import ops
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, together, weight_sync
-from autoshard.cost.compute import offloaded_seconds, op_costs, optimizer_seconds
+from autoshard.cost.compute import Pricing, offloaded_seconds, optimizer_seconds
 from autoshard.cost.pipeline import StageTime, bubble_share, crowded_seconds, exposed_seconds, in_flight, step_seconds
 from autoshard.cost.rank import step_peak
 from autoshard.errors import InfeasibleError
@@ -26,7 +27,7 @@ from autoshard.placement import R, format_layout, local_shape
 from autoshard.planning.plan import CollectiveRow, OpRow, Plan, StageRow
 from autoshard.program import Program, is_getitem, operands, stored_layout, tensors
 from autoshard.rules import rule_for
-from autoshard.rules.notation import Choice, Strategy
+from autoshard.rules.notation import Choice, OpRule, Strategy
 from autoshard.runtime.gradients import BUCKET_BYTES
 from autoshard.schedule import schedule_of
 
@@ -42,6 +43,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     for node in program.ops:
         if "bucket" in node.meta:
             buckets[node.meta["bucket"]].append(node)
+    pricing, alone = Pricing(mesh.sizes, cluster), Pricing((1, 1), cluster)
     for node in program.ops:
         if is_getitem(node):
             continue
@@ -62,16 +64,16 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
                     plan.collectives.append(_row(step, node, plan, stage, why, plan.microbatches))
             continue
         strategy, rule = node.meta["strategy"], rule_for(node)
-        cost = op_costs(node, rule, (strategy,), mesh.sizes, cluster)[0]
+        cost = pricing.costs(node, rule, (strategy,))[0]
         per_stage[stage]["compute"] += cost.forward * (2 if node.meta.get("again") == "again" else 1) + cost.backward
         part[stage]["forward"] += cost.forward
-        part[stage]["weights"] += _for_weights(node, program) * cost.backward
+        part[stage]["weights"] += _for_weights(node, rule, program) * cost.backward
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
         for step in kernel_steps(strategy, itemsize, mesh, cluster):
             per_stage[stage][step.axis] += step.seconds
             part[stage]["forward"] += step.seconds
             plan.collectives.append(_row(step, node, plan, stage, f"inside {node.target}", plan.microbatches))
-        one = op_costs(node, rule, (_whole(strategy),), (1, 1), cluster)[0]
+        one = alone.costs(node, rule, (_whole(len(strategy.operands), len(strategy.results)),))[0]
         whole_seconds += (one.forward + one.backward) * plan.microbatches
         plan.ops.append(_op_row(node, program, cost))
     _sends(plan, program, mesh, cluster)
@@ -81,9 +83,8 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     return plan
 
 
-def _for_weights(node: fx.Node, program: Program) -> float:
+def _for_weights(node: fx.Node, rule: OpRule, program: Program) -> float:
     """The share of an op's backward that gives gradients of weights and may wait: of matmuls one of two matrices."""
-    rule = rule_for(node)
     if not rule.flops or "region" in node.meta:
         return 0.0
     trained = [x for i, x in enumerate(operands(node)) if x.meta.get("grad") and i not in rule.additive]
@@ -98,10 +99,11 @@ def _source(x: fx.Node) -> fx.Node:
     return x
 
 
-def _whole(strategy: Strategy) -> Strategy:
+@cache
+def _whole(operands: int, results: int) -> Strategy:
     nothing = (R, R)
-    choice = Choice("replicate", (R,) * len(strategy.operands), (R,) * len(strategy.results))
-    return Strategy((choice, choice), (nothing,) * len(strategy.operands), (nothing,) * len(strategy.results))
+    choice = Choice("replicate", (R,) * operands, (R,) * results)
+    return Strategy((choice, choice), (nothing,) * operands, (nothing,) * results)
 
 
 def _op_row(node: fx.Node, program: Program, cost) -> OpRow:

@@ -12,6 +12,8 @@ from torch import fx
 
 from autoshard import passes
 from autoshard.capture import capture
+from autoshard.cluster import Cluster
+from autoshard.cost.compute import Pricing, op_costs
 from autoshard.mesh import Mesh
 from autoshard.planning.fold import fold
 from autoshard.planning.strategies import annotate
@@ -49,15 +51,17 @@ def test_the_plan_does_not_depend_on_the_order_of_hashes():
 
 
 def test_what_is_known_of_an_op_is_that_of_the_op_alone():
-    """Rules and strategies that alike ops share are those that each would be given by itself."""
+    """Rules, strategies and prices that alike ops share are those that each would be given by itself."""
     for target in (gpt2.tiny, llama.tiny, t5.tiny):
         program = cut(target)
         shared = annotate(program, program.mesh, alike=fold(program).by_node(program))
         alone = annotate(program, program.mesh)
+        pricing = Pricing((2, 2), Cluster.of())
         for node, item in shared.items():
             assert item.strategies == alone[node].strategies, node
             if item.rule is not None:
                 assert item.rule == rule_for(node)
+                assert pricing.costs(node, item.rule, item.strategies) == op_costs(node, item.rule, item.strategies, (2, 2), Cluster.of())
 
 
 def test_ops_are_alike_if_only_their_values_differ():

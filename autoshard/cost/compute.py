@@ -38,6 +38,10 @@ Storage = tuple[str, int, tuple[str, ...]]
 """What memory a value lies in: (producing node, result index, kind of placement on each axis, with R* read as R)."""
 
 
+Place = tuple[int | None, tuple[str, ...], float]
+"""What an op saves: operand i, or -1-i for result i, or None (neither of them); the kind of its placement on each axis; bytes."""
+
+
 @dataclass(frozen=True)
 class OpCost:
     """One op under one strategy, on the fullest rank, for one micro-batch.
@@ -132,14 +136,14 @@ def storage_node(node: fx.Node) -> tuple[fx.Node, int]:
 
 @dataclass(frozen=True)
 class _Value:
-    """An operand or a result: global shape, bytes an element, whether a gradient flows, whether it grows with the batch, where it lies."""
+    """An operand or a result: global shape, bytes an element, whether a gradient flows, whether it grows with the batch, whether it is held
+    anyway (a parameter, an input of the model)."""
 
     shape: tuple[int, ...]
     itemsize: int
     grad: bool
     share: float  # of the bytes that one micro-batch holds
-    producer: fx.Node
-    index: int
+    held: bool
 
     def nbytes(self, layout: Layout, sizes: tuple[int, ...]) -> float:
         return local_elements(self.shape, layout, sizes) * self.itemsize * self.share
@@ -160,23 +164,7 @@ def op_costs(
     sizes: (data, tensor). batch_share: 1 / micro-batches. whole: names of the nodes whose values do not grow with the batch (parameters,
     positions, masks without a batch dim); their bytes are not divided by the micro-batches.
     """
-    kind = op_kind(node)
-    if is_getitem(node) or node.op != "call_function" or kind in ALIASES:
-        return [OpCost(0.0, 0.0, 0.0, split_of(s, sizes), (), 0.0, 0.0) for s in strategies]
-    grad = bool(node.meta.get("grad"))
-    inputs = [
-        _Value(tuple(v.shape), v.dtype.itemsize, bool(n.meta.get("grad")), 1.0 if n.name in whole else batch_share, *storage_node(n))
-        for n in operands(node)
-        for v in tensors(n.meta["val"])
-    ]
-    share = 1.0 if node.name in whole else batch_share
-    vals = tensors(node.meta["val"])
-    results = [_Value(tuple(v.shape), v.dtype.itemsize, grad and v.dtype.is_floating_point, share, node, i) for i, v in enumerate(vals)]
-    floats = [v.dtype for v in vals if v.dtype.is_floating_point]
-    work = batch_share if any(v.share == batch_share for v in inputs + results) else 1.0
-    dtype = dtype_name(floats[0]) if floats else "fp32"
-    job = _Job(node, kind, rule, inputs, results, dtype, rule.flops * work, grad, cluster.device, sizes)
-    return [job.cost(s) for s in strategies]
+    return Pricing(sizes, cluster, batch_share, whole).costs(node, rule, strategies)
 
 
 def op_cost(node, rule, strategy, sizes, cluster, batch_share=1.0, whole=frozenset()) -> OpCost:
@@ -184,11 +172,47 @@ def op_cost(node, rule, strategy, sizes, cluster, batch_share=1.0, whole=frozens
     return op_costs(node, rule, (strategy,), sizes, cluster, batch_share, whole)[0]
 
 
+class Pricing:
+    """``op_costs`` of the ops of one program: what is asked for an op is known for all that have its rule, so for every layer."""
+
+    def __init__(self, sizes: tuple[int, int], cluster: Cluster, batch_share: float = 1.0, whole: frozenset[str] = frozenset()):
+        self.sizes, self.cluster, self.batch_share, self.whole = sizes, cluster, batch_share, whole
+        self._jobs: dict[tuple, _Job] = {}
+
+    def costs(self, node: fx.Node, rule: OpRule, strategies: tuple[Strategy, ...]) -> list[OpCost]:
+        """``rule``: as ``rule_for`` gives it. Arguments and result as those of ``op_costs``."""
+        kind = op_kind(node)
+        if is_getitem(node) or node.op != "call_function" or kind in ALIASES:
+            return [OpCost(0.0, 0.0, 0.0, split_of(s, self.sizes), (), 0.0, 0.0) for s in strategies]
+        read = operands(node)
+        stores = [storage_node(x) for x in read for _ in tensors(x.meta["val"])]
+        held = tuple([producer.op != "call_function" for producer, _ in stores])
+        whole = tuple([x.name in self.whole for x in (*read, node)]) if self.whole else ()
+        key = id(rule), held, whole
+        if key not in self._jobs:
+            self._jobs[key] = self._job(kind, node, rule, read, held)
+        job = self._jobs[key]
+        return [job.cost(s, stores, node) for s in strategies]
+
+    def _job(self, kind: str, node: fx.Node, rule: OpRule, read: list[fx.Node], held: tuple[bool, ...]) -> _Job:
+        grad, shares = bool(node.meta.get("grad")), {True: 1.0, False: self.batch_share}
+        values = [(x, v) for x in read for v in tensors(x.meta["val"])]
+        inputs = [
+            _Value(tuple(v.shape), v.dtype.itemsize, bool(x.meta.get("grad")), shares[x.name in self.whole], h)
+            for (x, v), h in zip(values, held)
+        ]
+        share, vals = shares[node.name in self.whole], tensors(node.meta["val"])
+        results = [_Value(tuple(v.shape), v.dtype.itemsize, grad and v.dtype.is_floating_point, share, False) for v in vals]
+        floats = [v.dtype for v in vals if v.dtype.is_floating_point]
+        work = self.batch_share if any(v.share == self.batch_share for v in inputs + results) else 1.0
+        dtype = dtype_name(floats[0]) if floats else "fp32"
+        return _Job(kind, rule, inputs, results, dtype, rule.flops * work, grad, self.cluster.device, self.sizes)
+
+
 @dataclass
 class _Job:
-    """What is the same for all strategies of one op."""
+    """What is the same for all strategies of one op, and for all ops that are like it."""
 
-    node: fx.Node
     kind: str
     rule: OpRule
     inputs: list[_Value]
@@ -206,8 +230,22 @@ class _Job:
         self.saved = self.rule.saved
         if self.rule.fallback:  # nothing is known of the op: it may save all that it sees
             self.saved = (*range(len(self.inputs)), *(-1 - i for i in range(len(self.results))))
+        self.known: dict[int, tuple[Strategy, OpCost, list[Place]]] = {}  # by the strategy's id
 
-    def cost(self, strategy: Strategy) -> OpCost:
+    def cost(self, strategy: Strategy, stores: list[tuple[fx.Node, int]], node: fx.Node) -> OpCost:
+        """Under a strategy, of the op ``node`` whose operands lie in ``stores``."""
+        if id(strategy) not in self.known:
+            self.known[id(strategy)] = strategy, *self._cost(strategy)
+        _, cost, places = self.known[id(strategy)]
+        if not places:
+            return cost
+        saved: dict[Storage, float] = {}
+        for at, kinds, nbytes in places:
+            producer, index = (node, -1) if at is None else stores[at] if at >= 0 else (node, -1 - at)
+            saved[producer.name, index, kinds] = nbytes
+        return OpCost(cost.forward, cost.backward, cost.flops, cost.split, tuple(saved.items()), cost.result_bytes, cost.working_bytes)
+
+    def _cost(self, strategy: Strategy) -> tuple[OpCost, list[Place]]:
         ins = self._bytes(self.inputs, strategy.operands)
         outs = self._bytes(self.results, strategy.results)
         flops = self.flops * work_share(self.rule, strategy, self.sizes)
@@ -224,8 +262,8 @@ class _Job:
         vocabulary = any(choice.comms and k > 1 for choice, k in zip(strategy.choices, self.sizes))
         scratch = op_scratch("vocab_cross_entropy" if vocabulary and self.kind == "cross_entropy_loss" else self.kind, ins, outs)
         working = max(0.0 if window else sum(outs) + scratch.forward, incoming + outgoing + scratch.backward)
-        saved = self._saved(ins, outs, strategy, scratch.saved, vocabulary) if gradients else ()
-        return OpCost(forward, backward, self.flops, split_of(strategy, self.sizes), saved, 0.0 if window else sum(outs), working)
+        saved = self._saved(ins, outs, strategy, scratch.saved, vocabulary) if gradients else []
+        return OpCost(forward, backward, self.flops, split_of(strategy, self.sizes), (), 0.0 if window else sum(outs), working), saved
 
     def _bytes(self, values: list[_Value], layouts: tuple[Layout, ...]) -> list[float]:
         """Bytes of each value on the fullest rank; a value that the rule says nothing of (no rule of its own) is whole."""
@@ -252,19 +290,19 @@ class _Job:
         saved = sum(ins[i] if i >= 0 else outs[-1 - i] for i in self.saved)
         return self._seconds(0.0, incoming + saved + sum(ins[i] for i in gradients), 1)
 
-    def _saved(self, ins, outs, strategy: Strategy, hidden: float, vocabulary: bool) -> tuple[tuple[Storage, float], ...]:
+    def _saved(self, ins, outs, strategy: Strategy, hidden: float, vocabulary: bool) -> list[Place]:
         """hidden: what the kernel saves that is neither operand nor result. vocabulary: it is cut, and then the logits are saved."""
-        found: dict[Storage, float] = {(self.node.name, -1, ()): hidden} if hidden else {}
+        found: list[Place] = [(None, (), hidden)] if hidden else []
         for i in (0, *self.saved) if vocabulary and self.kind == "cross_entropy_loss" else self.saved:
             if i >= 0 and not self._needed(i):
                 continue
             at, layouts = (i, strategy.operands) if i >= 0 else (-1 - i, strategy.results)
             value, nbytes = (self.inputs[at], ins[at]) if i >= 0 else (self.results[at], outs[at])
-            if value.producer.op != "call_function":
-                continue  # parameters and inputs of the model are held anyway
+            if value.held:
+                continue
             kinds = tuple(p.kind.rstrip("*") for p in layouts[at]) if at < len(layouts) else ("R",) * len(self.sizes)
-            found[value.producer.name, value.index, kinds] = nbytes
-        return tuple(found.items())
+            found.append((i, kinds, nbytes))
+        return found
 
     def _needed(self, i: int) -> bool:
         """Whether backward reads saved operand ``i``: of a matmul, only if another matrix needs a gradient."""

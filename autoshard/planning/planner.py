@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from autoshard.cluster import Cluster
-from autoshard.cost.compute import op_costs
+from autoshard.cost.compute import Pricing
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.planning.fold import Folding, fold
@@ -129,11 +129,11 @@ def _cut(
     program: Program, annotated, decision: Decision, mesh: Mesh, cluster: Cluster, pure, limit, solve, chunks: int, saving: Saving
 ) -> dict[fx.Node, int]:
     chosen, regions, priced = decision.chosen, decision.regions, {}
-    kept = set()
+    kept, pricing = set(), Pricing(mesh.sizes, cluster)
     for node in program.ops:
         if node in annotated:
             item = annotated[node]
-            cost = op_costs(node, item.rule, (chosen[node],), mesh.sizes, cluster)[0]
+            cost = pricing.costs(node, item.rule, (chosen[node],))[0]
             seconds, saved = op_seconds(item, (chosen[node],), mesh, cluster)[0], cost.saved_bytes
             if node.name in regions:  # computed again, and of what it saves only the inputs of its region are kept, once
                 region = regions[node.name]

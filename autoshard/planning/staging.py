@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import kernel_steps, send, weight_sync
-from autoshard.cost.compute import Storage, op_costs, optimizer_seconds, storage_node
+from autoshard.cost.compute import Pricing, Storage, optimizer_seconds, storage_node
 from autoshard.cost.memory import state_bytes
 from autoshard.cost.pipeline import in_flight
 from autoshard.mesh import SHARDED_AXES, Mesh
@@ -116,6 +116,7 @@ class _Builder:
     def __init__(self, program, annotated, chain: Chain, pure, mesh: Mesh, cluster: Cluster, allowed: Allowed):
         self.program, self.annotated, self.chain, self.pure = program, annotated, chain, pure
         self.mesh, self.cluster, self.allowed = mesh, cluster, allowed
+        self.pricing = Pricing(mesh.sizes, cluster)
         self.ops: list[StagedOp] = []
         self.values: list[StagedValue] = []
         self.uses: list[StagedUse] = []
@@ -239,7 +240,7 @@ class _Builder:
     def _op(self, node: fx.Node, strategies) -> tuple[list[Way], list[Amount], list[dict[Storage, float]]]:
         rule = self.annotated[node].rule
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
-        costs = op_costs(node, rule, strategies, self.mesh.sizes, self.cluster)
+        costs = self.pricing.costs(node, rule, strategies)
         block = self.chain.block_of[node]
         modes = [mode for mode in self.allowed.modes if mode == PLAIN or self._layer(block)]
         ways, amounts, saved = [], [], []
