@@ -28,7 +28,7 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
 from .network import INF, Network, Star
-from .problem import SolverError
+from .problem import OutOfTime, SolverError
 
 
 class FlowProgram:
@@ -182,7 +182,8 @@ def run(program: FlowProgram, scale: float, time_limit: float, progress: Callabl
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return None
     if not result.has_primal_feasible_solution():
-        raise SolverError(f"HiGHS has no answer after {time_limit:g} s ({reason.name}: {result.termination.detail})")
+        failure = OutOfTime if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND else SolverError
+        raise failure(f"HiGHS has no answer after {time_limit:g} s ({reason.name}: {result.termination.detail})")
     value = {variable.id: x for variable, x in result.variable_values().items()}
     chosen = {
         op: int(alive[np.argmax([value.get(column, 0.0) for column in columns.tolist()])]) for op, (alive, columns) in program.x.items()

@@ -29,7 +29,7 @@ from .columns import Part
 from .exact import StagedSolution
 from .linear import LinearAnswer
 from .master import TINY, Master, Segment
-from .problem import Infeasible
+from .problem import Infeasible, OutOfTime
 from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged
 
 _ROUNDS = 12
@@ -74,8 +74,9 @@ class _Search:
         for part, run in groupby(problem.chain):
             start = sum(segment.count for segment in self.segments)
             self.segments.append(Segment(part, start, len(list(run))))
-        for part in problem.chain:
-            parts.setdefault(part, Part(problem, part))
+        for part in dict.fromkeys(problem.chain):
+            if part not in parts:
+                parts[part] = Part(problem, part)
         self.parts = parts
         self.bound, self.scale = 0.0, 1.0
         self.best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
@@ -84,6 +85,18 @@ class _Search:
         return max(1.0, self.time_limit - (time.perf_counter() - self.began))
 
     def run(self) -> StagedSolution:
+        try:
+            self.rounds()
+        except OutOfTime:
+            if self.best is None:
+                raise
+        if self.best is None:
+            raise self.out_of_memory()
+        objective, answer, evaluation = self.best
+        status = "optimal" if self.close() else "time limit"
+        return StagedSolution(answer, evaluation, min(self.bound, objective), time.perf_counter() - self.began, status)
+
+    def rounds(self) -> None:
         self.start()
         before = float("inf")  # between what was found and what is proven
         for number in range(_ROUNDS):
@@ -103,11 +116,6 @@ class _Search:
             before = apart if self.best else before
             if not self.reprice(found, below):
                 break
-        if self.best is None:
-            raise self.out_of_memory()
-        objective, answer, evaluation = self.best
-        status = "optimal" if self.close() else "time limit"
-        return StagedSolution(answer, evaluation, min(self.bound, objective), time.perf_counter() - self.began, status)
 
     def close(self) -> bool:
         return self.best is not None and self.best[0] - self.bound <= self.gap * self.best[0]

@@ -13,7 +13,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
-from .problem import SolverError
+from .problem import OutOfTime, SolverError
 
 INF = float("inf")
 
@@ -88,7 +88,8 @@ class LinearProgram:
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return None
         if not result.has_primal_feasible_solution():
-            raise SolverError(f"HiGHS has no answer after {time_limit:g} s ({reason.name}: {result.termination.detail})")
+            failure = OutOfTime if reason == mathopt.TerminationReason.NO_SOLUTION_FOUND else SolverError
+            raise failure(f"HiGHS has no answer after {time_limit:g} s ({reason.name}: {result.termination.detail})")
         found = {variable.id: value for variable, value in result.variable_values().items()}
         duals = {row.id: value for row, value in result.dual_values().items()} if result.has_dual_feasible_solution() else {}
         return LinearAnswer(

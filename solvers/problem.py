@@ -23,6 +23,10 @@ class SolverError(RuntimeError):
     """The solver failed, ran out of time without an answer, or its answer does not have the price it claims."""
 
 
+class OutOfTime(SolverError):
+    """The time was over before any answer was found."""
+
+
 @dataclass(frozen=True)
 class Op:
     """An op that must be given one strategy.
