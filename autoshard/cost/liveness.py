@@ -399,7 +399,7 @@ class MicroBatch:
             self.heap.drop(old)
             self.heap.drop(block)
         if x.op == "placeholder":
-            self.pending[x] -= 1
+            self.pending[x] = self.pending.get(x, 1) - 1  # a value that is only handed on to the next stage has no reader here
             if self.pending[x] <= 0:
                 self.leaf(x, self.grads.pop(key))
 
