@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from autoshard.planning.plan import Plan
 
+NEAR = 0.01
+"""Plans whose times differ by less than this share are as good as each other: states are not cut, say, for less."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -35,9 +38,9 @@ class Comparison:
 
     @property
     def faster(self) -> list[Row]:
-        """Baselines that fit, and that are predicted to be faster than ours (or that fit where ours does not)."""
+        """Baselines that fit, and that are predicted to be faster than ours by more than ``NEAR`` (or that fit where ours does not)."""
         mine = self.ours.plan.step_seconds if self.ours.fits else float("inf")
-        return [row for row in self.rows[1:] if row.fits and row.plan.step_seconds < mine * (1 - 1e-9)]
+        return [row for row in self.rows[1:] if row.fits and row.plan.step_seconds < mine * (1 - NEAR)]
 
     def to_json(self) -> dict:
         return {"devices": self.devices, "every_mesh": self.every_mesh, "rows": [_json(row, self.ours) for row in self.rows]}
