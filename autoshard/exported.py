@@ -11,6 +11,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from autoshard.autocast import write_casts
 from autoshard.draws import keys_of, number_draws
 from autoshard.errors import CaptureError
 from autoshard.origin import inner_place, module_path, place, source_line
@@ -40,6 +41,8 @@ def build_graph(exported, params: tuple[Param, ...], leaf_name: Callable[[tuple]
         CaptureError: sizes that depend on data, mutated parameters or inputs, regions that are not supported.
     """
     inline_regions(exported.graph_module)
+    with quiet():
+        write_casts(exported.graph)
     refuse_data_dependent(exported.graph)
     refuse_instance_statistics(exported)
     detach_in_place(exported.graph)
@@ -70,8 +73,6 @@ def inline_regions(module: fx.GraphModule) -> None:
         name = node.target.name()
         if name == "wrap_with_set_grad_enabled":
             inline(node, node.args[1], node.args[2:], module, grad=node.args[0])
-        elif name == "wrap_with_autocast" and not node.args[2]:
-            inline(node, node.args[4], node.args[5:], module, grad=True)
         else:
             raise unsupported(name, place(node) or inner_place(module, node))
     if regions:
@@ -103,9 +104,6 @@ def inline(node: fx.Node, body: fx.Node, operands: tuple, parent: fx.GraphModule
 
 
 def unsupported(name: str, where: str | None) -> CaptureError:
-    if "autocast" in name:
-        hint = "plan with precision='bf16', or cast where it matters: x.to(torch.bfloat16)"
-        return CaptureError("the model uses torch.autocast inside forward, which is not supported", where=where, hint=hint)
     hint = "the graph must be the same for all data: compute both sides and choose with torch.where, or unroll the loop"
     return CaptureError(f"the model uses the operator {name!r} inside forward, which is not supported", where=where, hint=hint)
 

@@ -19,6 +19,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint
 
+from autoshard.autocast import autocast_marked
 from autoshard.errors import CaptureError
 from autoshard.trace_errors import users_frame
 
@@ -35,6 +36,7 @@ def tracing(model: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
         stack.enter_context(unchanged(model))
         stack.enter_context(custom_gradients())
         stack.enter_context(autograd_inside())
+        stack.enter_context(autocast_marked())
         # the exporter rewrites one graph several times: no code is generated for a graph that nobody runs (torch 2.13)
         stack.enter_context(_use_lazy_graph_module(True))
         if mode is not None:

@@ -25,7 +25,9 @@ its parameters moved by one rounding step. An output or gradient may differ from
     max(4 eps |one device|, 3 |one device - each of these|, for gradients eps G)     |x| the largest absolute value, eps of the low dtype
 
 where the rule for gradients that are nothing but rounding is not applied. Under ``precision=`` the optimizer's fp32 masters are the
-parameters that are compared, with float32's tolerance: what AdamW makes of the sharded run's own gradients, rounded or not, is exact.
+parameters that are compared, with float32's tolerance: what AdamW makes of the sharded run's own gradients, rounded or not, is exact. So
+are the parameters of a model in float32 whose forward computes in a lower dtype, as in torch.autocast; all else that it gives is compared
+as above, in eps of that dtype, without a run in float32.
 
 In float64 rounding is 1e-16, Adam's own epsilon (1e-8) swallows it, and next to nothing is excused: float64 settles doubts.
 """

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.precision import dtype_of
 from autoshard.signature import read_call
@@ -45,7 +46,40 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW | None:
 
 def is_low(model: nn.Module) -> bool:
     """Whether some of the model is in less than fp32."""
-    return any(p.is_floating_point() and p.dtype.itemsize < 4 for p in model.parameters())
+    return any(_below_fp32(p) for p in model.parameters())
+
+
+def _below_fp32(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype.itemsize < 4
+
+
+def lowest_dtype(one: OneDevice, batch: Any) -> torch.dtype | None:
+    """The dtype below fp32 of what one device computes, of those the coarsest; None if there is none.
+
+    It is the model's own, or, in fp32, what forward casts to: with ``torch.autocast``, or itself.
+    """
+    if is_low(one.model):
+        found = {p.dtype for p in one.model.parameters() if _below_fp32(p)}
+    elif any(p.dtype == torch.float64 for p in one.model.parameters()):
+        return None  # nothing that matters is allowed to be lower, see precise.py
+    else:
+        with torch.no_grad(), _Computed() as computed:
+            eager(copy.deepcopy(one.model), cast(batch, one.dtype), one.loss_fn)
+        found = computed.below_fp32
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+class _Computed(TorchDispatchMode):
+    """The dtypes below fp32 of all that is computed inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.below_fp32: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.below_fp32 |= {t.dtype for t in pytree.tree_leaves(result) if _below_fp32(t)}
+        return result
 
 
 def cast(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -123,17 +157,21 @@ def gradients_of(model: nn.Module, batch: Any, loss_fn, scale: float = 1.0) -> G
 
 class Nearby:
     """Runs that are as right as one device's own in lower precision, so that their distance says how much rounding matters: the model in
-    fp32 at the same parameters, and, twice, the model as it is with every parameter moved by one rounding step."""
+    fp32 at the same parameters, and, twice, the model as it is with every parameter moved by one rounding step.
 
-    def __init__(self, one: OneDevice):
-        self.one = one
+    low: the dtype whose rounding matters, see ``lowest_dtype``. A model in fp32 that casts to it has no run without rounding.
+    """
+
+    def __init__(self, one: OneDevice, low: torch.dtype):
+        self.one, self.low = one, low
         self.exact, self.moved = copy.deepcopy(one.model).float(), copy.deepcopy(one.model)
 
     def _models(self):
         """The models, and the dtype of their inputs if it is another."""
         state = self.one.model.state_dict()
-        self.exact.load_state_dict(state)
-        yield self.exact, torch.float32
+        if is_low(self.one.model):
+            self.exact.load_state_dict(state)
+            yield self.exact, torch.float32
         for seed in (1, 2):
             self.moved.load_state_dict(state)
             draw = torch.Generator().manual_seed(seed)
@@ -141,7 +179,7 @@ class Nearby:
                 for p in self.moved.parameters():
                     if p.is_floating_point():
                         way = torch.randint(0, 2, p.shape, generator=draw) * 2 - 1
-                        p.mul_(1 + torch.finfo(p.dtype).eps * way.to(p.device))
+                        p.mul_(1 + max(torch.finfo(p.dtype).eps, torch.finfo(self.low).eps) * way.to(p.device))
             yield self.moved, None
 
     def _each(self, fresh: Callable[[], Any], run: Callable[[nn.Module, Any], Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.checking.compare import Row, allowance, compare, compare_gradients, elements_over, tolerance_of
-from autoshard.checking.one_device import LEARNING_RATE, Nearby, OneDevice, adamw, is_low, loss_of
+from autoshard.checking.one_device import LEARNING_RATE, Nearby, OneDevice, adamw, loss_of, lowest_dtype
 from autoshard.checking.processes import Status
 from autoshard.errors import RunError
 from autoshard.mesh import Mesh
@@ -98,17 +98,18 @@ def warm_up() -> None:
 def run_alone(trial: Trial, status: Status) -> dict:
     """Train on one device.
 
-    Loss of every step, outputs of the first (and, of a model of lower precision, of runs nearby), parameters after the last, whether
-    random numbers were drawn.
+    Loss of every step, outputs of the first (and, of a model that computes in lower precision, of runs nearby, and that precision),
+    parameters after the last, whether random numbers were drawn.
     """
-    one, losses, leaves, nearby, random = trial.one_device(), [], {}, [], False
+    one, losses, leaves, nearby, low, random = trial.one_device(), [], {}, [], None, False
     for step in range(1, len(trial.batches) + 1):
         status(f"step {step} on one device")
         batch = trial.start_step(step)
         before = torch.get_rng_state()
         with trial.drawing():
-            if step == 1 and is_low(one.model):
-                nearby = [leaves_of(output) for output in Nearby(one).outputs(lambda: trial.start_step(1))]
+            if step == 1:
+                if low := lowest_dtype(one, trial.start_step(1)):
+                    nearby = [leaves_of(output) for output in Nearby(one, low).outputs(lambda: trial.start_step(1))]
                 torch.set_rng_state(before)
             output = one.run(batch)
             random = random or not torch.equal(before, torch.get_rng_state())
@@ -120,7 +121,7 @@ def run_alone(trial: Trial, status: Status) -> dict:
             losses.append(loss.detach().clone())
             one.step(loss)
     parameters = {name: one.masters[name].detach() for name, _ in one.model.named_parameters()}
-    return {"losses": losses, "leaves": leaves, "nearby": nearby, "parameters": parameters, "random": random}
+    return {"losses": losses, "leaves": leaves, "nearby": nearby, "low": low, "parameters": parameters, "random": random}
 
 
 def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup | None, recorder, status: Status) -> tuple[dict, int]:
@@ -193,7 +194,8 @@ def check(
 ) -> tuple[list[Row], dict[str, int]]:
     """Compare what each rank computed with one device. Returns rows, and by parameter the number of excused elements (see compare.py)."""
     rows: list[Row] = []
-    tolerance = trial.tolerance
+    low = alone["low"]
+    tolerance = max(trial.tolerance, tolerance_of(low)) if low else trial.tolerance
     for rank in range(world):
         status(f"comparing rank {rank}")
         got = result_of(rank)
@@ -210,16 +212,16 @@ def check(
                 rows.append(Row("output", name, 1, rank, torch.inf, tolerance, note))
     got = result_of(0)
     status("comparing steps")
-    steps = _check_steps(trial, got["states"], got["gradients"], got["scales"])
+    steps = _check_steps(trial, got["states"], got["gradients"], got["scales"], low)
     excused = {}
     if got["gradients"] and all(row.ok for row in steps):  # otherwise what differs is wrong, not excused
-        excused = {name: elements_over(got["states"][-1][name], want, tolerance) for name, want in alone["parameters"].items()}
+        excused = {name: elements_over(got["states"][-1][name], want, trial.tolerance) for name, want in alone["parameters"].items()}
     return rows + steps, {name: n for name, n in excused.items() if n}
 
 
-def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales: list[float]) -> list[Row]:
+def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales: list[float], low: torch.dtype | None) -> list[Row]:
     """Every step again on one device, from the parameters that the sharded run had before it; see compare.py."""
-    tolerance, one = trial.tolerance, trial.one_device()
+    tolerance, one = max(trial.tolerance, tolerance_of(low)) if low else trial.tolerance, trial.one_device()
     start = one.state_dict()
     rows = [
         Row("parameter", name, 0, 0, torch.inf, 0.0, "missing from state_dict" if name in start else "unknown name in state_dict")
@@ -232,8 +234,8 @@ def _check_steps(trial: Trial, states: list[dict], gradients: list[dict], scales
         return rows
     own = dict(one.model.named_parameters())
     parameters = {name: nn.Parameter(one.masters[name].detach().clone(), p.requires_grad) for name, p in own.items()}
-    near = {name: tolerance if one.masters[name] is p else tolerance_of(one.masters[name].dtype) for name, p in own.items()}
-    optimizer, around = adamw(parameters.values()), Nearby(one) if is_low(one.model) else None
+    near = {name: trial.tolerance if one.masters[name] is p else tolerance_of(one.masters[name].dtype) for name, p in own.items()}
+    optimizer, around = adamw(parameters.values()), Nearby(one, low) if low else None
     for step, (got, scale) in enumerate(zip(gradients, scales), 1):
         one.model.load_state_dict(states[step - 1])
         with trial.drawing():

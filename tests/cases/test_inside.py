@@ -291,12 +291,6 @@ def backward_inside(m, x):
     return m.last(x)
 
 
-def autocast(m, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        y = m.first(x)
-    return m.last(y.to(x.dtype))
-
-
 def condition(m, x):
     return torch.cond(x.sum() > 0, lambda t: t * 2, lambda t: t * 3, (m.first(x),))
 
@@ -327,7 +321,6 @@ REFUSED = [
     (written_through_detach, "changes a value in place where autograd does not see it (aten::mul_)"),
     (tensor_hook, "uses Tensor.register_hook inside forward"),
     (backward_inside, "uses backward() inside forward"),
-    (autocast, "uses torch.autocast inside forward"),
     (condition, "uses the operator 'cond' inside forward"),
     (state_in_an_attribute, "reads what it left behind the time before, in 'inner.state'"),
     (counter_in_an_attribute, "reads what it left behind the time before, in 'inner.calls'"),

@@ -60,11 +60,6 @@ def condition(m, x):
     return torch.cond(x.sum() > 0, torch.sin, torch.cos, (m.first(x),))
 
 
-def autocast(m, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return m.first(x).float()
-
-
 def own_backward(m, x):
     return Flip.apply(m.first(x))
 
@@ -126,7 +121,6 @@ REFUSED: dict[str, Callable] = {
     "`x.numpy()`": to_numpy,
     "`pack_padded_sequence`": packed,
     "`torch.cond`, `while_loop`": condition,
-    "`torch.autocast`": autocast,
     "an `autograd.Function` with a backward": own_backward,
     "`register_hook` on a value": hook,
     "`backward()`": backward,
