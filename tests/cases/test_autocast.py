@@ -175,4 +175,4 @@ def test_a_vmap_inside_is_refused():
         with torch.autocast(*BF16):
             return torch.vmap(lambda row: m.last(m.first(row)))(x).float()
 
-    refused(lambda: Outer(vmap), batch, (2, 1, 1), "uses torch.vmap inside torch.autocast", "m.first(row)", error=CaptureError)
+    refused(lambda: Outer(vmap), batch, (2, 1, 1), "uses torch.vmap inside torch.autocast", "inner.first", error=CaptureError)
