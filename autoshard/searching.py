@@ -82,49 +82,74 @@ class Wanted:
         """The best plan for a mesh, over the numbers of micro-batches. Raises PlanError."""
         self.program.mesh = mesh
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
-        given = (self.captured, self.program, self.title, mesh, self.cluster, self.limit)
-        best = self.over_microbatches(
-            mesh, lambda m: plan_for(*given, m, self.pins, saving=self.saving, schedule=placed, offload=self.offload)
-        )
+        given = (self.captured, self.program, self.title, mesh, self.cluster, self.limit, self.pins, self.saving, placed, self.offload)
+        tasks: dict[int, Task] = {}
+
+        def draft(m: int) -> Plan:
+            tasks[m] = Task.of(*given, m)
+            return tasks[m].drafted()
+
+        best = self.over_microbatches(mesh, draft, lambda plan: tasks[plan.microbatches].finished(plan))
         check_memory(best)
         return best
 
-    def over_microbatches(self, mesh: Mesh, plan: Callable[[int], Plan]) -> Plan:
+    def over_microbatches(self, mesh: Mesh, draft: Callable[[int], Plan], finish: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """The fastest of the plans for several numbers of micro-batches, of those that fit if one does.
 
-        Raises PlanError if ``plan`` always does.
-        """
-        best: Plan | None = None
-        refused: PlanError | None = None
+        Args:
+            draft: the fastest plan for a number of micro-batches, memory aside.
+            finish: makes a draft fit, if it can; it gets no faster by that.
 
-        def attempt(m: int) -> bool:
-            """Whether the plan for ``m`` is the best so far."""
-            nonlocal best, refused
+        Raises PlanError if ``draft`` or ``finish`` always does.
+        """
+        drafts, refused = self._drafts(mesh, draft)
+        best: Plan | None = None
+        planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts
+        for plan in drafts:
+            fits = best is not None and best.peak_bytes <= self.limit
+            if fits and plan.step_seconds >= best.step_seconds:
+                break
+            if plan.microbatches < planned:
+                continue
             try:
-                found = plan(m)
+                found = finish(plan)
             except PlanError as error:
                 refused = refused if isinstance(refused, InfeasibleError) else error
-                return False
-            better = best is None or self.rank(found) < self.rank(best)
-            best = found if better else best
-            return better
-
-        candidates = microbatch_candidates(self.program, mesh, self.microbatches)
-        for m in candidates:
-            if m == 1 and len(candidates) > 1 and best is not None:  # an idle pipeline, for models whose samples meet before the loss
+                continue
+            planned = plan.microbatches
+            if best is None or self.rank(found) < self.rank(best):
+                best = found
+            elif fits:
                 break
-            attempt(m)
-        full = isinstance(refused, InfeasibleError) if best is None else best.peak_bytes > self.limit
-        if full and self.microbatches is None:
-            fits = False  # smaller pieces of the batch need less memory
-            for m in larger_microbatches(self.program, mesh, max(candidates)):
-                better = attempt(m)
-                if fits and not better:
-                    break
-                fits = best is not None and best.peak_bytes <= self.limit
         if best is None:
             raise refused
         return best
+
+    def _drafts(self, mesh: Mesh, draft: Callable[[int], Plan]) -> tuple[list[Plan], PlanError | None]:
+        """The drafts, fastest first; and why some number has none."""
+        drafts: list[Plan] = []
+        refused: PlanError | None = None
+        full = 0  # the most micro-batches that are too large to fit as they are
+
+        def attempt(m: int) -> None:
+            nonlocal full, refused
+            try:
+                drafts.append(draft(m))
+                full = max(full, m) if drafts[-1].peak_bytes > self.limit else full
+            except PlanError as error:
+                full = max(full, m) if isinstance(error, InfeasibleError) else full
+                refused = refused if isinstance(refused, InfeasibleError) else error
+
+        candidates = microbatch_candidates(self.program, mesh, self.microbatches)
+        for m in candidates:
+            if m == 1 and len(candidates) > 1 and drafts:  # an idle pipeline, for models whose samples meet before the loss
+                break
+            if m >= full:  # fewer would be larger still
+                attempt(m)
+        if self.microbatches is None and full and not any(plan.peak_bytes <= self.limit for plan in drafts):
+            for m in larger_microbatches(self.program, mesh, max(candidates)):  # smaller pieces of the batch need less memory
+                attempt(m)
+        return sorted(drafts, key=lambda plan: plan.step_seconds), refused
 
     def rank(self, plan: Plan) -> tuple[bool, float]:
         """Smaller is better."""
@@ -191,6 +216,13 @@ class Task:
     m: int
     narrow: Narrow | None = None
 
+    @staticmethod
+    def of(captured, program: Program, title, mesh, cluster, limit, pins, saving, schedule: Schedule, offload: bool, m: int) -> Task:
+        """Raises PlanError if the batch can't be cut so, or not for this schedule."""
+        schedule.check(m, mesh.pipeline, schedule.chunks)
+        cut = passes.run("microbatch", program, m)
+        return Task(captured, program, title, mesh, cluster, limit, pins, saving, schedule, offload, cut, m)
+
     def predicted(self, decision: Decision) -> Plan:
         strategies, stages = record(decision)
         limit = self.cluster.device.memory if self.limit is None else self.limit
@@ -214,6 +246,32 @@ class Task:
         save(cut, self.cut.program, pure_nodes(self.cut.program), replace(self.saving, zero=2))
         other = self.predicted(cut)
         return other if other.step_seconds < (1 - NEAR) * plan.step_seconds else plan
+
+    def drafted(self, solvers=CHEAPEST) -> Plan:
+        """The quick plan, and what it took."""
+        start = time.perf_counter()
+        plan = self.quick(solvers)
+        plan.solver["trace_seconds"] = self.captured.seconds
+        plan.solver["plan_seconds"] = time.perf_counter() - start
+        logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, plan.step_seconds, plan.peak_bytes / 2**30)
+        return plan
+
+    def finished(self, quick: Plan) -> Plan:
+        """The quick plan if it fits, or if no more may be done; else the best that does more to save memory. Raises InfeasibleError."""
+        if not self.saving.open or self.limit is None or quick.peak_bytes <= self.limit:
+            return quick
+        start = time.perf_counter()
+        try:
+            plan = self.joint(quick)
+        except (Irregular, InfeasibleError) as reason:
+            logger("plan").info("no joint plan: %s", reason)
+            plan = self.ladder()
+            if isinstance(reason, InfeasibleError) and plan.peak_bytes > self.limit:
+                raise
+        logger("plan").info("%d micro-batches, made to fit: %.4g s a step", self.m, plan.step_seconds)
+        plan.solver["trace_seconds"] = self.captured.seconds
+        plan.solver["plan_seconds"] = quick.solver["plan_seconds"] + time.perf_counter() - start
+        return plan
 
     def decided(self, solvers=CHEAPEST) -> Decision:
         """What the fastest plan is."""
@@ -251,23 +309,8 @@ def plan_for(
     captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
 ) -> Plan:
     """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
-    start = time.perf_counter()
-    schedule = schedule or default_schedule(mesh)
-    schedule.check(m, mesh.pipeline, schedule.chunks)
-    task = Task(captured, program, title, mesh, cluster, limit, pins, saving, schedule, offload, passes.run("microbatch", program, m), m)
-    plan = task.quick(solvers)
-    if saving.open and limit is not None and plan.peak_bytes > limit:
-        try:
-            plan = task.joint(plan)
-        except (Irregular, InfeasibleError) as reason:
-            logger("plan").info("no joint plan: %s", reason)
-            plan = task.ladder()
-            if isinstance(reason, InfeasibleError) and plan.peak_bytes > limit:
-                raise
-    plan.solver["trace_seconds"] = captured.seconds
-    logger("plan").info("%d micro-batches: %.4g s a step, solved in %.3g s", m, plan.step_seconds, plan.solver["seconds"])
-    plan.solver["plan_seconds"] = time.perf_counter() - start
-    return plan
+    task = Task.of(captured, program, title, mesh, cluster, limit, pins, saving, schedule or default_schedule(mesh), offload, m)
+    return task.finished(task.drafted(solvers))
 
 
 def convert(program: Program, decision: Decision) -> Program:

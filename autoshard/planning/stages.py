@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from torch import fx
 
 from autoshard.cluster import Cluster
@@ -78,9 +79,7 @@ def blocks(
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     # a stage needs work of its own: cuts are behind ops that are not computed in every stage anyway
     possible = [bool(values) and node not in pure and not any(v in tuples for v in values) for node, values in alive[:-1]]
-    widths = [size if ok else 0.0 for ok, size in zip(possible, sizes)]
-    narrow = [min((w for w in widths[max(0, i - window) : i + window + 1] if w), default=0.0) for i in range(len(possible))]
-    legal = [ok and size <= least for ok, size, least in zip(possible, sizes, narrow)]
+    legal = [ok and size <= least for ok, size, least in zip(possible, sizes, narrowest(possible, sizes, window))]
     if sum(legal) < stages - 1:
         legal = possible
     cuts = sum(legal)
@@ -104,6 +103,13 @@ def blocks(
     seen: set[fx.Node] = set()
     items = [_item(program, group, chosen, priced, mesh, cluster, zero, seen) for group in groups]
     return Blocks(groups, CutProblem(tuple(items), tuple(bounds), stages, program.microbatches, limit))
+
+
+def narrowest(possible: list[bool], sizes: list[float], window: int) -> list[float]:
+    """The smallest size, but for zeros, of possible places at most ``window`` from each; infinite if there is none."""
+    ends = [np.inf] * window
+    widths = np.array([*ends, *(size if ok and size else np.inf for ok, size in zip(possible, sizes)), *ends], dtype=float)
+    return np.lib.stride_tricks.sliding_window_view(widths, 2 * window + 1).min(axis=1).tolist() if possible else []
 
 
 def _bytes(node: fx.Node, chosen, mesh: Mesh) -> float:
