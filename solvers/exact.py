@@ -24,7 +24,7 @@ from itertools import combinations
 
 from .linear import LinearProgram
 from .problem import Infeasible, SolverError
-from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged, stage_of
+from .staged import RESIDENT, SLACK, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged, stage_of
 
 _AGREEMENT = 1e-6
 
@@ -115,7 +115,7 @@ class _Program:
             for block in range(first[at], (*first[1:], len(problem.chain))[at]):
                 linear.row({peak: 1.0, **{column: -nbytes for column, nbytes in self.peaks(block)}}, 0.0)
             self.spent[at]["bytes"][peak] = 1.0
-            linear.row(self.spent[at]["bytes"], upper=(problem.limit - problem.reserve[at]) * self.bytes)
+            linear.row(self.spent[at]["bytes"], upper=(problem.limit * (1 + SLACK) - problem.reserve[at]) * self.bytes)
 
     def peaks(self, block: int) -> list[tuple[int, float]]:
         """(column, its share of the block's peak)."""

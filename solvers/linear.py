@@ -1,12 +1,16 @@
 """A small (mixed-integer) linear program, row by row, solved on one thread: the same program gets the same answer.
 
-HiGHS solves those without integers, for its duals; SCIP the others, as HiGHS (1.11, as ortools has it) writes to stdout at times.
+HiGHS, as ortools 9.15 has it, writes a line to stdout now and then, whatever it is told; here that goes to stderr. (SCIP does not, but
+called an answer of a random problem optimal that was not.)
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ortools.math_opt import model_pb2
@@ -70,20 +74,18 @@ class LinearProgram:
             matrix.row_ids.append(row)
             matrix.column_ids.append(column)
             matrix.coefficients.append(factor)
-        whole = any(self.integers) and not relaxed
         options = highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options={"random_seed": 0})
-        result = mathopt.solve(
-            mathopt.Model.from_model_proto(model),
-            mathopt.SolverType.GSCIP if whole else mathopt.SolverType.HIGHS,
-            params=mathopt.SolveParameters(
-                time_limit=datetime.timedelta(seconds=time_limit),
-                relative_gap_tolerance=gap,
-                absolute_gap_tolerance=1e-9,
-                threads=1 if whole else None,
-                random_seed=0 if whole else None,
-                highs=None if whole else options,
-            ),
-        )
+        with _stdout_to_stderr():
+            result = mathopt.solve(
+                mathopt.Model.from_model_proto(model),
+                mathopt.SolverType.HIGHS,
+                params=mathopt.SolveParameters(
+                    time_limit=datetime.timedelta(seconds=time_limit),
+                    relative_gap_tolerance=gap,
+                    absolute_gap_tolerance=1e-9,
+                    highs=options,
+                ),
+            )
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return None
@@ -99,3 +101,15 @@ class LinearProgram:
             optimal=reason == mathopt.TerminationReason.OPTIMAL,
             duals=[duals.get(i, 0.0) for i in range(len(self.limits))],
         )
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

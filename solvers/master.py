@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .columns import Part
 from .linear import LinearAnswer, LinearProgram
-from .staged import RESIDENT, Amount, StagedProblem
+from .staged import RESIDENT, SLACK, Amount, StagedProblem
 
 TINY = 1e-7
 """Of the natural price of time: breaks ties of plans that are alike in memory."""
@@ -55,7 +55,7 @@ class Master:
             cuts = (s > 0) + (s < p - 1)
             self.time_rows.append(lp.row({slowest: 1.0, **{c: -v for c, v in spent["seconds"].items()}}, cuts * cut))
             self.once_rows.append(lp.row({once: 1.0, **{c: -v for c, v in spent["once"].items()}}, 0.0))
-            room, whole = ({excess: -1.0}, 0.0) if least else ({}, 1.0)
+            room, whole = ({excess: -1.0}, 0.0) if least else ({}, 1.0 + SLACK)
             self.memory_rows.append(lp.row({**spent["bytes"], **room}, upper=whole - problem.reserve[s] / problem.limit))  # (M)
         self.offset = 2 * (p - 1) * cut * clock
 

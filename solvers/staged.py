@@ -25,7 +25,8 @@ RESIDENT = -1
 
 HERE, NEXT, FIRST, EVERY = "here", "next", "first", "every"
 
-_SLACK = 1e-9  # relative: a limit that fits exactly must not fail by rounding
+SLACK = 1e-9
+"""Relative: what fits a limit exactly must not fail by rounding, here or in a solver."""
 
 
 class Amount(NamedTuple):
@@ -212,7 +213,7 @@ def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvalu
         peak = max(peaks[block] for block, s in stage.items() if s == at)
         memory.append(reserve + amount.state + flight * amount.saved + peak)
     for at, nbytes in enumerate(memory):
-        if nbytes > problem.limit * (1 + _SLACK):
+        if nbytes > problem.limit * (1 + SLACK):
             violations.append(f"stage {at} holds {nbytes:.0f} bytes, the limit is {problem.limit:.0f}")
     once = [amount.once for amount in total]
     return StagedEvaluation(sum(seconds) + (problem.microbatches - 1) * max(seconds) + max(once), seconds, once, memory, violations)

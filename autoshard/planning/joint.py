@@ -104,7 +104,7 @@ def _notes(solution: StagedSolution, bound: float, problem: StagedProblem, nodes
     """The solver's account, as a plan keeps it."""
     strategies = sum(len(op.costs) for op in problem.ops)
     return {
-        "name": "HiGHS and SCIP",
+        "name": "HiGHS",
         "status": solution.status,
         "objective": solution.objective,
         "bound": bound,
