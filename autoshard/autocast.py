@@ -3,7 +3,7 @@
 While a model is traced, ops are marked with the dtype that is in force for each type of device. What autocast does to an op is then seen by
 running it on fake tensors, with autocast and without: no table of which ops run in which precision is kept here.
 
-Checked with torch 2.13: ``torch.fx.traceback``, ``torch._C`` and ``torch.utils._python_dispatch`` are not documented as stable.
+Checked with torch 2.13: ``torch.fx.traceback`` and ``torch._C`` are not documented as stable.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate, preserve_node_meta
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.errors import CaptureError
 from autoshard.origin import place
 from autoshard.program import tensors
+from autoshard.torch_private import TorchDispatchMode, pytree
 from autoshard.writes import is_mutating
 
 aten = torch.ops.aten

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard import trace_errors
 from autoshard.carried import Carried, refuse_state
@@ -22,6 +21,7 @@ from autoshard.exported import build_graph
 from autoshard.precision import dtype_of, lowered, master_dtype
 from autoshard.program import Input, Param, Program
 from autoshard.signature import Signature, leaf_name, read_call
+from autoshard.torch_private import pytree
 from autoshard.tracing import few_collections, refuse_gradient_hooks, tracing, tracing_mode, unchanged
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError
+from autoshard.program import ancestors
+from autoshard.torch_private import pytree
 
 OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has: its parameters, buffers, submodules and hooks."""
@@ -137,7 +138,7 @@ def _text(program, skipped: int) -> list[str]:
     """What a program computes, without its last results, in names of its own."""
     numbers: dict[fx.Node, str] = {}
     results = _results(program)
-    needed = set(_before([r for r in results[: len(results) - skipped] if isinstance(r, fx.Node)]))
+    needed = ancestors(r for r in results[: len(results) - skipped] if isinstance(r, fx.Node))
     lines = []
     for node in program.graph.nodes:
         impure = node.op == "call_function" and getattr(getattr(node.target, "_schema", None), "is_mutable", False)
@@ -145,13 +146,3 @@ def _text(program, skipped: int) -> list[str]:
             numbers[node] = node.name if node.op in ("placeholder", "get_attr") else f"%{len(numbers)}"
             lines.append(f"{node.target if node.op == 'call_function' else node.op} {fx.map_arg((node.args, node.kwargs), numbers.get)}")
     return lines
-
-
-def _before(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
-        if node not in found:
-            found.add(node)
-            nodes += node.all_input_nodes
-    return found

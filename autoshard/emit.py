@@ -20,7 +20,7 @@ from autoshard.passes.id_checks import IdChecks
 from autoshard.passes.microbatch import Extra
 from autoshard.placement import R, format_layout
 from autoshard.printer import ON_NUMBERS, conversion_comment, expression, literal
-from autoshard.program import Param, Program, op_kind, result_of, stored_layout
+from autoshard.program import Param, Program, ancestors, op_kind, result_of, stored_layout
 from autoshard.runtime.stage import StageModule
 
 aten = torch.ops.aten
@@ -231,7 +231,7 @@ def _prologue(rank: RankProgram, names: dict[str, str]) -> list[str]:
     if not wanted:
         return []
     leaves = {e.name: program.leaves[i] for i, e in wanted}
-    needed = _needed(list(leaves.values()))
+    needed = ancestors(leaves.values())
     read = [n.name for n in program.graph.nodes if n.op == "placeholder" and n.name in program.inputs and n in needed]
     arguments = ["self", *(f"whole_{name}" for name in read)]
     lines = [
@@ -257,16 +257,6 @@ def _checks(found: IdChecks) -> list[str]:
         ignored = "" if check.ignored is None else f", ignored={check.ignored}"
         lines.append(f'        rt.check_ids({literal(check.ids)}, {check.low}, {check.high}, "{what}"{ignored})')
     return lines
-
-
-def _needed(leaves: list[fx.Node]) -> set[fx.Node]:
-    seen, todo = set(), list(leaves)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo.extend(node.all_input_nodes)
-    return seen
 
 
 def _forward(rank: RankProgram, stage: Stage, name: str, names: dict[str, str], taken: list[str]) -> list[str]:
@@ -410,5 +400,3 @@ def _line(node: fx.Node, comments: bool) -> str:
             if cuts:
                 note += f" {', '.join(cuts)}"
     return f"{text}  # {note}"
-
-

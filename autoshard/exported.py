@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from autoshard.autocast import write_casts
 from autoshard.draws import keys_of, number_draws
 from autoshard.errors import CaptureError
 from autoshard.origin import inner_place, module_path, place, source_line
 from autoshard.program import Param, has_grad, tensors
+from autoshard.torch_private import pytree
 from autoshard.tracing import quiet
 from autoshard.writes import detach_in_place, is_mutating, refuse_hidden_writes
 

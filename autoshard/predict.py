@@ -231,8 +231,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backwar
                 what = "gradients" if sync.direction == "backward" else "weights"
                 why = f"{what} of {first}" + (f" and {len(more)} more" if more else "")
                 plan.collectives.append(CollectiveRow(sync.kind, sync.axis, what, "", "", why, "step", s, sync.nbytes, sync.seconds, 1))
-        runs = "GPipe" if plan.schedule == "1F1B" and plan.microbatches < p else plan.schedule
-        flight = in_flight(runs, p, plan.chunks, plan.microbatches, s)
+        flight = in_flight(placed.run_as(plan.microbatches, p), p, plan.chunks, plan.microbatches, s)
         whole = sum(t for _, t in sums)
         # gloo works on the processors that backward needs
         left = whole if cluster.device.kind == "cpu" else exposed_seconds(sums, backward[s])

@@ -19,6 +19,7 @@ Facts live in ``node.meta``:
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -128,6 +129,17 @@ def tensors(val) -> tuple:
     if isinstance(val, torch.Tensor):
         return (val,)
     return tuple(v for v in val if isinstance(v, torch.Tensor)) if isinstance(val, (tuple, list)) else ()
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Some nodes, and all that they are computed from."""
+    found, todo = set(), list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def has_grad(node: fx.Node) -> bool:

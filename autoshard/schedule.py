@@ -40,6 +40,10 @@ class Schedule:
         """The stages that a place along the pipeline axis holds, ascending."""
         return tuple(stage for stage in range(ranks * chunks) if self.rank_of(stage, ranks) == rank)
 
+    def run_as(self, microbatches: int, ranks: int) -> str:
+        """The name of the schedule that runs: 1F1B is not defined for fewer micro-batches than ranks, and GPipe has its length then."""
+        return "GPipe" if self.name == "1F1B" and microbatches < ranks else self.name
+
     def check(self, microbatches: int, ranks: int, chunks: int) -> None:
         """Raise PlanError if so many micro-batches, ranks and stages a rank can't be run."""
         if ranks == 1 and self.name != "none":

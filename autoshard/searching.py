@@ -191,7 +191,7 @@ class Wanted:
         m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
         cut = passes.run("microbatch", self.program, m).program
         notes = decide(cut, mesh, self.cluster, pure_nodes, None, self.pins, saving=self.saving).solver
-        return notes["objective"] * mesh.pipeline / (m + mesh.pipeline - 1) * m / mesh.pipeline
+        return notes["objective"] * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
 
 
 def default_schedule(mesh: Mesh) -> Schedule:
@@ -290,9 +290,8 @@ class Task:
 
         transient = [row.memory["transient"] for row in quick.stage_rows]
         pure = pure_nodes(self.cut.program)
-        decision = decide_jointly(
-            self.cut.program, self.mesh, self.cluster, pure, self.limit, self.pins, self.saving, self.schedule.name, transient, measure
-        )
+        given = (self.cut.program, self.mesh, self.cluster, pure, self.limit, self.pins, self.saving, self.schedule)
+        decision = decide_jointly(*given, transient, measure, self.narrow)
         return replace(found[id(decision)], solver=decision.solver)
 
     def ladder(self) -> Plan:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError, CaptureError, RunError
+from autoshard.torch_private import pytree
 
 
 def leaf_name(path: tuple) -> str:

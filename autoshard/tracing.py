@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint
 
 from autoshard.autocast import autocast_marked
 from autoshard.errors import CaptureError
+from autoshard.torch_private import FakeTensorMode, lazy_graph_modules
 from autoshard.trace_errors import users_frame
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export")
@@ -38,7 +37,7 @@ def tracing(model: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
         stack.enter_context(autograd_inside())
         stack.enter_context(autocast_marked())
         # the exporter rewrites one graph several times: no code is generated for a graph that nobody runs (torch 2.13)
-        stack.enter_context(_use_lazy_graph_module(True))
+        stack.enter_context(lazy_graph_modules(True))
         if mode is not None:
             off_meta(model, mode)
         yield

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard import compiler
 from autoshard.capture import capture
@@ -25,6 +24,7 @@ from autoshard.planning.plan import Plan
 from autoshard.precision import dtype_of
 from autoshard.runtime.world import open_world
 from autoshard.target import load_target
+from autoshard.torch_private import pytree
 
 BACKENDS = {"processes": Separate, "local": Local}
 TIMEOUT = 120.0

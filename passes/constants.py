@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autoshard.passes.edit import arguments
 from autoshard.program import Program, shape_of, tensors
+from autoshard.torch_private import pytree
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autoshard.program import has_grad
+from autoshard.torch_private import pytree
 
 META = torch.device("meta")
 

@@ -16,13 +16,12 @@ it finds::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from autoshard.program import Program, draws, op_kind, tensors
+from autoshard.program import Program, ancestors, draws, op_kind, tensors
 from autoshard.rules.call import argument, shape
 
 
@@ -91,15 +90,6 @@ def id_checks(program: Program) -> IdChecks:
         for ids, low, end, ignored in LOOKUPS.get(op_kind(node), lambda node: ())(node):
             if ids is not None and known[ids] and tensors(ids.meta["val"])[0].dtype in (torch.int32, torch.int64):
                 checks.append(IdCheck(ids, low, end - 1, ignored, op_kind(node), node.meta.get("module", "")))
-    needed = _ancestors(check.ids for check in checks)
+    needed = ancestors(check.ids for check in checks)
     return IdChecks(tuple(checks), tuple(node for node in program.ops if node in needed))
 
-
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    seen, todo = set(), list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen

@@ -30,7 +30,7 @@ from autoshard import ops
 from autoshard.errors import PlanError
 from autoshard.passes.localize import local_call
 from autoshard.placement import R_STAR, P, Placement, R, S, local_shape
-from autoshard.program import Program, draws, is_getitem, new_node, operands, result_of, tensors, where
+from autoshard.program import Program, ancestors, draws, is_getitem, new_node, operands, result_of, tensors, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, choices
 
@@ -237,7 +237,7 @@ class _Cut:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
-        for node in _ancestors([leaf[0] for leaf in leaves if isinstance(leaf, tuple)], self.program):
+        for node in _sources([leaf[0] for leaf in leaves if isinstance(leaf, tuple)], self.program):
             self._op(node)  # in order, so that no recursion is deeper than a chain of converted values
         output = self.graph.output([self._get(*leaf) if isinstance(leaf, tuple) else leaf for leaf in leaves])
         output.meta = copy.copy(self.program.output.meta)
@@ -355,14 +355,9 @@ class _Cut:
         new.meta.update(val=val, time=time, batch=time if time.is_shard else R)
 
 
-def _ancestors(leaves: list[fx.Node], program: Program) -> list[fx.Node]:
+def _sources(leaves: list[fx.Node], program: Program) -> list[fx.Node]:
     """The ops (not getitems) that the leaves are computed from, in graph order."""
-    needed, todo = set(), list(leaves)
-    while todo:
-        node = todo.pop()
-        if node not in needed:
-            needed.add(node)
-            todo.extend(node.all_input_nodes)
+    needed = ancestors(leaves)
     return [n for n in program.graph.nodes if n in needed and n.op == "call_function" and not is_getitem(n)]
 
 

@@ -31,7 +31,7 @@ _AGREEMENT = 1e-6
 
 @dataclass(frozen=True)
 class StagedSolution:
-    """answer and its evaluation. bound: seconds that no answer is faster than. status: "optimal" or "time limit"."""
+    """answer and its evaluation. bound: seconds that no answer is faster than. status: in words, "optimal" if that is proven."""
 
     answer: StagedAnswer
     evaluation: StagedEvaluation

@@ -18,15 +18,14 @@ A use by the producer itself has no f: strategy s goes from its own p to its own
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
-from ortools.math_opt.solvers import highs_pb2
 
+from .linear import highs
 from .network import INF, Network, Star
 from .problem import OutOfTime, SolverError
 
@@ -152,7 +151,6 @@ def run(program: FlowProgram, scale: float, time_limit: float, progress: Callabl
     x = sorted(column for _, columns in program.x.values() for column in columns.tolist())
     model = mathopt.Model.from_model_proto(program.proto(scale))
     variables = [model.get_variable(column) for column in x]
-    options = highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options={"random_seed": 0})
     failed: list[BaseException] = []
 
     def report(lines: list[str]) -> None:
@@ -162,18 +160,13 @@ def run(program: FlowProgram, scale: float, time_limit: float, progress: Callabl
         except BaseException as error:
             failed.append(error)
 
-    result = mathopt.solve(
+    wanted = mathopt.SparseVectorFilter(filtered_items=variables, skip_zero_values=True)
+    result = highs(
         model,
-        mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=time_limit),
-            relative_gap_tolerance=1e-9,
-            absolute_gap_tolerance=1e-6,
-            highs=options,
-        ),
-        model_params=mathopt.ModelSolveParameters(
-            variable_values_filter=mathopt.SparseVectorFilter(filtered_items=variables, skip_zero_values=True)
-        ),
+        time_limit,
+        gap=1e-9,
+        difference=1e-6,
+        model_params=mathopt.ModelSolveParameters(variable_values_filter=wanted),
         msg_cb=report if progress else None,
     )
     if failed:

@@ -74,18 +74,7 @@ class LinearProgram:
             matrix.row_ids.append(row)
             matrix.column_ids.append(column)
             matrix.coefficients.append(factor)
-        options = highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options={"random_seed": 0})
-        with _stdout_to_stderr():
-            result = mathopt.solve(
-                mathopt.Model.from_model_proto(model),
-                mathopt.SolverType.HIGHS,
-                params=mathopt.SolveParameters(
-                    time_limit=datetime.timedelta(seconds=time_limit),
-                    relative_gap_tolerance=gap,
-                    absolute_gap_tolerance=1e-9,
-                    highs=options,
-                ),
-            )
+        result = highs(mathopt.Model.from_model_proto(model), time_limit, gap, 1e-9)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return None
@@ -101,6 +90,19 @@ class LinearProgram:
             optimal=reason == mathopt.TerminationReason.OPTIMAL,
             duals=[duals.get(i, 0.0) for i in range(len(self.limits))],
         )
+
+
+def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float, **more) -> mathopt.SolveResult:
+    """Solve with HiGHS on one thread. gap, difference: relative and absolute, at which an answer is good enough. more: for math_opt."""
+    options = highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options={"random_seed": 0})
+    params = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=time_limit),
+        relative_gap_tolerance=gap,
+        absolute_gap_tolerance=difference,
+        highs=options,
+    )
+    with _stdout_to_stderr():
+        return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, **more)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.torch_private import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _NO_MESSAGE = ("wait_tensor", "_wrap_tensor_autograd")

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.precision import dtype_of
 from autoshard.signature import read_call
+from autoshard.torch_private import TorchDispatchMode, pytree
 
 LEARNING_RATE = 1e-3
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from autoshard.torch_private import pytree
 
 
 class _Wide(TorchFunctionMode):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoshard.checking.compare import Row, allowance, compare, compare_gradients, elements_over, tolerance_of
 from autoshard.checking.one_device import LEARNING_RATE, Nearby, OneDevice, adamw, loss_of, lowest_dtype
@@ -21,6 +20,7 @@ from autoshard.errors import RunError
 from autoshard.mesh import Mesh
 from autoshard.runtime.drawing import invariant_random
 from autoshard.signature import leaf_name
+from autoshard.torch_private import pytree
 
 Build = Callable[[nn.Module, Any], nn.Module]
 """``build(model, batch)``, called on every rank, makes its sharded module."""

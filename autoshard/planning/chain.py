@@ -21,7 +21,7 @@ class Chain:
 
     blocks: list[list[fx.Node]]
     part: list[int]
-    block_of: dict[fx.Node, int] = field(default_factory=dict)
+    block_of: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self):
         self.block_of = {node: b for b, nodes in enumerate(self.blocks) for node in nodes}
@@ -33,6 +33,7 @@ def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
     Raises Irregular if a cut between two blocks would be impossible.
     """
     ops = program.ops
+    place = {node: i for i, node in enumerate(ops)}
     starts = {start: (kind, layers.period) for kind, layers in enumerate(folding.layers) for start in layers.starts}
     blocks: list[list[fx.Node]] = []
     kinds: list[object] = []
@@ -56,15 +57,16 @@ def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
     if common:
         if not blocks or kinds[0] in range(len(folding.layers)):
             raise Irregular("there is no op before the first layer")
-        blocks[0] = sorted(common + blocks[0], key={n: i for i, n in enumerate(ops)}.__getitem__)
+        blocks[0] = sorted(common + blocks[0], key=place.__getitem__)
     if any(all(node in pure for node in block) for block in blocks):
         raise Irregular("a block has no work of its own")
     numbers: dict[object, int] = {}
     chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds])
+    apart = set(common)
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     alive = dict(alive_across(program, pure))
     for block in blocks[:-1]:
-        last = max((n for n in block if n not in common), key={n: i for i, n in enumerate(ops)}.__getitem__)
+        last = max((n for n in block if n not in apart), key=place.__getitem__)
         if not alive[last] or any(value in tuples for value in alive[last]):
             raise Irregular(f"the model can't be cut behind {last.name}")
     return chain

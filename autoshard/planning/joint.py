@@ -13,12 +13,11 @@ from autoshard.errors import InfeasibleError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.planning.chain import Irregular, chain_of
-from autoshard.planning.fold import fold
-from autoshard.planning.planner import Decision
-from autoshard.planning.saving import Saving
-from autoshard.planning.staging import ANY, KEPT, PLAIN, Allowed, Staged, stage_problem
-from autoshard.planning.strategies import annotate, pinned_node, split_heavy
+from autoshard.planning.planner import Decision, Narrow, choices_of
+from autoshard.planning.saving import ANY, KEPT, PLAIN, Saving
+from autoshard.planning.staging import Allowed, Staged, stage_problem
 from autoshard.program import Program
+from autoshard.schedule import Schedule
 from autoshard.solvers.exact import StagedSolution
 from autoshard.solvers.folded import OutOfMemory, solve_folded
 from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
@@ -35,9 +34,10 @@ def decide_jointly(
     limit: float,
     pins: dict[str, dict[str, str]],
     saving: Saving,
-    schedule: str,
+    schedule: Schedule,
     transient: Sequence[float],
     measure: Callable[[Decision], Sequence[float]],
+    narrow: Narrow | None = None,
     time_limit: float = 60.0,
 ) -> Decision:
     """The fastest decision found that fits, with a proven bound.
@@ -47,25 +47,22 @@ def decide_jointly(
         limit: bytes a rank.
         transient: bytes of each stage that the problem knows nothing of, as a first guess.
         measure: predicted peak bytes of each stage, of a decision.
+        narrow: as for ``decide``.
 
     Raises:
         Irregular: the model has no blocks that could be told apart.
         InfeasibleError: nothing fits.
     """
     start = time.perf_counter()
-    folding = fold(program)
-    alike = folding.by_node(program)
-    for name in pins:
-        alike.pop(pinned_node(program, name), None)
-    annotated = annotate(program, mesh, pins, alike)
-    split_heavy(annotated, alike)
+    folding, _, annotated = choices_of(program, mesh, pins, narrow)
     chain = chain_of(program, folding, pure)
     if len(chain.blocks) < mesh.pipeline:
         raise Irregular(f"{len(chain.blocks)} blocks can't fill {mesh.pipeline} stages")
     allowed = Allowed(saving.levels, saving.modes)
     staged = stage_problem(program, annotated, chain, pure, mesh, cluster, schedule, limit, allowed)
-    reserve, parts, bound = tuple(transient), {}, None
+    reserve, parts, bound = tuple(transient), {}, float("inf")
     best: Decision | None = None
+    nothing = (0.0,) * mesh.pipeline
     for _ in range(_TRIES):
         problem = replace(staged.problem, reserve=reserve)
         try:
@@ -73,11 +70,11 @@ def decide_jointly(
         except OutOfMemory as error:
             if best is not None:
                 break
-            if bound is None and any(reserve):  # perhaps with less room for what comes and goes
-                reserve, bound = (0.0,) * mesh.pipeline, 0.0
+            if reserve == tuple(transient) != nothing:  # perhaps with less room for what comes and goes
+                reserve = nothing
                 continue
             raise nothing_fits(error, mesh) from error
-        bound = min(bound or solution.bound, solution.bound)
+        bound = min(bound, solution.bound)
         decision = _decision(program, staged, solution.answer)
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next

@@ -74,6 +74,20 @@ def decide(
     strategies away before anything is decided. Raises PlanError.
     """
     start = time.perf_counter()
+    _, alike, annotated = choices_of(program, mesh, pins, narrow)
+    chosen, notes = _shardings(program, annotated, alike, mesh, cluster, partial(solvers.shardings, time_limit=time_limit))
+    decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
+    save(decision, program, pure(program), saving)
+    if mesh.pipeline > 1:
+        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts, chunks, saving)
+    notes["seconds"] = time.perf_counter() - start
+    return decision
+
+
+def choices_of(
+    program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | None = None, narrow: Narrow | None = None
+) -> tuple[Folding, dict[fx.Node, int], dict[fx.Node, Annotated]]:
+    """What there is to choose from: identical layers, the class of each node, and each node's strategies."""
     folding = fold(program)
     alike = folding.by_node(program)
     for name in pins or ():  # what is pinned in one layer is not pinned in all of them
@@ -82,13 +96,7 @@ def decide(
     if narrow:
         narrow(program, folding, annotated, mesh)
     split_heavy(annotated, alike)
-    chosen, notes = _shardings(program, annotated, alike, mesh, cluster, partial(solvers.shardings, time_limit=time_limit))
-    decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
-    save(decision, program, pure(program), saving)
-    if mesh.pipeline > 1:
-        decision.stages = _cut(program, annotated, decision, mesh, cluster, pure(program), limit, solvers.cuts, chunks, saving)
-    notes["seconds"] = time.perf_counter() - start
-    return decision
+    return folding, alike, annotated
 
 
 def save(decision: Decision, program: Program, pure: set[fx.Node], saving: Saving) -> None:

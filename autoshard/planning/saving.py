@@ -12,8 +12,11 @@ from autoshard.errors import PlanError
 from autoshard.placement import Layout, R, cut_over_data
 from autoshard.planning.fold import fold
 from autoshard.planning.stages import alive_across
-from autoshard.planning.staging import AGAIN, KEPT, ONCE, PLAIN
-from autoshard.program import Program, tensors
+from autoshard.program import Param, Program, tensors
+
+ANY, PLAIN, KEPT, AGAIN, ONCE = "any", "plain", "kept", "again", "once"
+"""An op as autograd runs it; and in a block that is computed again: one whose result is kept, one that is computed again, and one whose
+result backward does not need, nor anything that is computed again. ANY: a weight, to which it is all one."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,29 @@ class Saving:
 NOTHING = Saving()
 
 
-def zero_levels(program: Program, layouts: Mapping[fx.Node, Layout], wanted: int) -> dict[str, int]:
-    """The level of every parameter by name, given that ``wanted`` is asked for all.
+def piece_of(program: Program, node: fx.Node, layout: Layout) -> Layout | None:
+    """How the part of a weight that a rank updates under ZeRO lies, given how it lies without; None if it can't be cut over data."""
+    if program.mesh.data == 1 or not node.users or node.meta.get("prologue") or layout[0] != R:
+        return None
+    return cut_over_data(layout, program.params[node.name].shape, program.mesh.sizes)
+
+
+def level_of(param: Param, piece: Layout | None, wanted: int) -> int:
+    """The ZeRO level of a parameter of which ``wanted`` is asked.
 
     Lower are those of frozen weights, which have no gradient and no state (so 3, or 0), and of weights of which no dim can be cut in as
     many pieces as there are data ranks (0): scalars, and small vectors.
-
-    Args:
-        layouts: how placeholders lie without ZeRO.
     """
+    return wanted if piece is not None and (param.requires_grad or wanted == 3) else 0
+
+
+def zero_levels(program: Program, layouts: Mapping[fx.Node, Layout], wanted: int) -> dict[str, int]:
+    """The level of every parameter by name, given that ``wanted`` is asked for all. ``layouts``: how placeholders lie without ZeRO."""
     levels = {}
     for node in program.graph.nodes:
         param = program.params.get(node.name) if node.op == "placeholder" else None
-        if param is None or param.kind != "parameter":
-            continue
-        can = node.users and not node.meta.get("prologue") and layouts[node][0] == R
-        can = can and cut_over_data(layouts[node], param.shape, program.mesh.sizes) is not None
-        levels[param.name] = wanted if can and (param.requires_grad or wanted == 3) else 0
+        if param is not None and param.kind == "parameter":
+            levels[param.name] = level_of(param, piece_of(program, node, layouts[node]), wanted)
     return levels
 
 

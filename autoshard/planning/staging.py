@@ -11,22 +11,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from math import prod
 
 from torch import fx
 
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import kernel_steps, send, weight_sync
-from autoshard.cost.compute import Pricing, Storage, optimizer_seconds, storage_node
+from autoshard.cost.compute import Pricing, Storage, local_elements, optimizer_seconds, storage_node
 from autoshard.cost.memory import state_bytes
 from autoshard.cost.pipeline import in_flight
 from autoshard.mesh import SHARDED_AXES, Mesh
-from autoshard.placement import R_STAR, Layout, R, cut_over_data, local_shape
+from autoshard.placement import R_STAR, Layout, R
 from autoshard.planning.chain import Chain, Irregular
 from autoshard.planning.problem import BUCKET, EPSILON, move_seconds
+from autoshard.planning.saving import AGAIN, ANY, KEPT, ONCE, PLAIN, level_of, piece_of
 from autoshard.planning.strategies import Annotated
 from autoshard.program import Program, operands, tensors
 from autoshard.rules.notation import Strategy
+from autoshard.schedule import Schedule
 from autoshard.solvers.staged import (
     EVERY,
     FIRST,
@@ -41,10 +42,6 @@ from autoshard.solvers.staged import (
     StagedUse,
     StagedValue,
 )
-
-ANY, PLAIN, KEPT, AGAIN, ONCE = "any", "plain", "kept", "again", "once"
-"""An op as autograd runs it; and in a block that is computed again: one whose result is kept, one that is computed again, and one whose
-result backward does not need, nor anything that is computed again. ANY: a weight, to which it is all one."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def stage_problem(
     pure: set[fx.Node],
     mesh: Mesh,
     cluster: Cluster,
-    schedule: str,
+    schedule: Schedule,
     limit: float,
     allowed: Allowed,
 ) -> Staged:
@@ -105,7 +102,7 @@ def stage_problem(
         tuple(builder.uses),
         tuple(chain.part),
         (True,) * (len(chain.blocks) - 1),
-        tuple(in_flight(schedule, mesh.pipeline, 1, m, s) for s in range(mesh.pipeline)),
+        tuple(in_flight(schedule.run_as(m, mesh.pipeline), mesh.pipeline, 1, m, s) for s in range(mesh.pipeline)),
         m,
         limit,
     )
@@ -124,7 +121,7 @@ class _Builder:
         self.members: list[dict[int, fx.Node]] = []
         self.index: dict[fx.Node, int] = {}  # op of the problem, of every node
         self.saved: list[list[dict[Storage, float]]] = []  # of each op and way
-        self.by_value: dict[tuple, tuple] = {}
+        self.by_value: dict[tuple, tuple[int, dict]] = {}  # index of a value, and the ids of its placements
         self.owners: dict[tuple, fx.Node] = {}  # of each storage, the first op of a block that saves it
 
     # --- which nodes are one op of the problem ------------------------------------------------------------------------------
@@ -207,35 +204,23 @@ class _Builder:
         param = self.program.params.get(node.name)
         if param is None or param.kind != "parameter":
             return [Way(s) for s in strategies], [NOTHING] * len(strategies)
-        sizes = self.mesh.sizes
+        sizes, device, itemsize = self.mesh.sizes, self.cluster.device, node.meta["val"].element_size()
+        mixed, resident = param.master is not None, self.ops[self.index[node]].part == RESIDENT
         ways, costs = [], []
         for s in strategies:
             layout = s.results[0]
-            held = prod(local_shape(param.shape, layout, sizes, (0, 0)))
-            piece = self._piece(node, layout)
-            levels = self.allowed.levels if piece is not None else (0,)
-            if self.ops[self.index[node]].part == RESIDENT and len(levels) > 1:
-                levels = tuple(level for level in levels if level != 3)  # what many blocks gather comes and goes too often
-            if not param.requires_grad:  # nothing but the weight itself can be cut
-                levels = tuple(dict.fromkeys(3 if level == 3 else 0 for level in levels))
+            piece, held = piece_of(self.program, node, layout), local_elements(param.shape, layout, sizes)
+            levels = dict.fromkeys(level_of(param, piece, level) for level in self.allowed.levels)
+            if resident and len(levels) > 1:
+                levels.pop(3, None)  # what many blocks gather comes and goes too often
             for level in levels:
-                own = prod(local_shape(param.shape, piece, sizes, (0, 0))) if level else held
-                state = state_bytes(held, node.meta["val"].element_size(), param.master is not None, level, held / own, param.requires_grad)
-                once = 0.0
-                if param.requires_grad:
-                    once = optimizer_seconds(own, self.cluster.device) - self.cluster.device.launch
-                # the weights of a layer are gathered together
-                peak = held * node.meta["val"].element_size() if level == 3 and self.ops[self.index[node]].part != RESIDENT else 0.0
+                own = local_elements(param.shape, piece, sizes) if level else held
+                state = state_bytes(held, itemsize, mixed, level, held / own, param.requires_grad)
+                once = optimizer_seconds(own, device, mixed=own * mixed) - device.launch if param.requires_grad else 0.0
+                peak = held * itemsize if level == 3 and not resident else 0.0  # the weights of a layer are gathered together
                 ways.append(Way(s, level))
-                costs.append(Amount(0.0, once, sum(state.values()), peak=peak))
+                costs.append(Amount(once=once, state=sum(state.values()), peak=peak))
         return ways, costs
-
-    def _piece(self, node: fx.Node, layout: Layout) -> Layout | None:
-        """How the optimizer's part of a weight lies under ZeRO; None if there is no such part."""
-        param = self.program.params[node.name]
-        if self.mesh.data == 1 or not node.users or node.meta.get("prologue") or layout[0] != R:
-            return None
-        return cut_over_data(layout, param.shape, self.mesh.sizes)
 
     def _op(self, node: fx.Node, strategies) -> tuple[list[Way], list[Amount], list[dict[Storage, float]]]:
         rule = self.annotated[node].rule
@@ -326,16 +311,15 @@ class _Builder:
                 key = (layout, ("level", way.level)) if node.op == "placeholder" else (layout, "once only" if way.mode == ONCE else "made")
                 placements.append(layouts.setdefault(key, len(layouts)))
                 if node.op == "call_function" and node not in self.pure and self.mesh.pipeline > 1:
-                    sends[placements[-1]] = self._send(node, index, layout)
-            self.by_value[source, index] = len(self.values), layouts, {}
+                    sends[placements[-1]] = send(self._bytes(node, index, layout), self.mesh, self.cluster).seconds
+            self.by_value[source, index] = len(self.values), layouts
             self.values.append(StagedValue(f"{node.name}.{index}", source, tuple(placements), {}, sends))
-        value, layouts, _ = self.by_value[source, index]
-        return value, layouts
+        return self.by_value[source, index]
 
-    def _send(self, node: fx.Node, index: int, layout: Layout) -> float:
+    def _bytes(self, node: fx.Node, index: int, layout: Layout) -> float:
+        """Of a result, on the fullest rank."""
         val = tensors(node.meta["val"])[index]
-        nbytes = prod(local_shape(tuple(val.shape), layout, self.mesh.sizes, (0, 0))) * val.element_size()
-        return send(nbytes, self.mesh, self.cluster).seconds
+        return local_elements(tuple(val.shape), layout, self.mesh.sizes) * val.element_size()
 
     def _moves(self, value: int, source: int, index: int, layouts: dict) -> None:
         found = self.values[value]
@@ -361,25 +345,25 @@ class _Builder:
         if found is None:
             return None
         forward, backward, once = found
-        return Amount(forward * (2 if again else 1) + backward + EPSILON, once, 0.0, 0.0)
+        return Amount(forward * (2 if again else 1) + backward + EPSILON, once)
 
     def _weight_move(self, node: fx.Node, have: Layout, level: int, want: Layout) -> Amount | None:
         """A weight's way from how it is held to how an op reads it, its gradient's way back, and what ZeRO sends once a step."""
         param = self.program.params.get(node.name)
         grad = bool(node.meta.get("grad"))
-        held = self._piece(node, have) if level == 3 else have
+        held = piece_of(self.program, node, have) if level == 3 else have
         once = 0.0
         if grad and param is not None:
             axes = tuple(a for a, p, q in zip(SHARDED_AXES, held, want) if p == R and q == R_STAR)
-            nbytes = prod(local_shape(param.shape, held, self.mesh.sizes, (0, 0))) * node.meta["val"].element_size()
+            nbytes = self._bytes(node, 0, held)
             steps = weight_sync(BUCKET, axes, level, self.mesh, self.cluster)
             once = sum(step.seconds for step in steps) * nbytes / BUCKET
-        found = move_seconds(self.program, (node, 0), held, want, self.mesh, self.cluster) if held != want else (0.0, 0.0, 0.0)
+        found = move_seconds(self.program, (node, 0), held, want, self.mesh, self.cluster)
         if found is None:
             return None
         forward, backward, _ = found
         seconds = forward * (2 if level == 3 else 1) + backward
-        return Amount(seconds + (EPSILON if held != want else 0.0), once, 0.0, 0.0)
+        return Amount(seconds + (EPSILON if held != want else 0.0), once)
 
     # --- what is saved for backward --------------------------------------------------------------------------------------------
 
@@ -427,15 +411,15 @@ class _Builder:
         key = (source, index, "saved")
         if key not in self.by_value:
             node = self._representative(self.members[source])
-            self.by_value[key] = len(self.values), {}, {}
+            self.by_value[key] = len(self.values), {}
             self.values.append(StagedValue(f"{node.name}.{index} saved", source, (0,) * len(self.ways[source]), {}, {}))
-        return self.by_value[key][0], self.by_value[key][1]
+        return self.by_value[key]
 
     def _same_cover(self, value: int, source: int) -> int:
         """For the first layer: what it reads of another part, with the same ids."""
         key = (source, value, "first saved")
         if key not in self.by_value:
-            self.by_value[key] = len(self.values), {}, {}
+            self.by_value[key] = len(self.values), {}
             model = self.values[value]
             self.values.append(StagedValue(f"{model.name} by the first", source, (0,) * len(self.ways[source]), model.moves, {}))
         return self.by_value[key][0]
@@ -458,23 +442,17 @@ class _Builder:
             if op.part == part and any(way.mode not in (ANY, PLAIN) for way in self.ways[i]):
                 demands = (either if way.mode == ANY else modes.index(way.mode == PLAIN) for way in self.ways[i])
                 self.uses.append(StagedUse(value, i, tuple(demands)))
-        block = blocks[1]
-        inside = [n for n in self.chain.blocks[block]]
-        for name, index in dict.fromkeys(key[:2] for key in self._inputs(inside)):
-            producer = next(n for n in self.program.ops if n.name == name)
-            self._saved_input(mode, modes, block, producer, index)
+        for producer, index in self._inputs(self.chain.blocks[blocks[1]]):
+            self._saved_input(mode, modes, blocks[1], producer, index)
 
-    def _inputs(self, region: list[fx.Node]) -> list[tuple[str, int]]:
-        inside, found = set(region), {}
-        for x in {x: None for node in region for x in node.all_input_nodes}:
-            producer, index = storage_node(x)
-            if producer not in inside and x not in inside and producer.op == "call_function":
-                found[producer.name, index] = None
-        return list(found)
+    def _inputs(self, region: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+        """(op, result) of other blocks whose memory a region reads."""
+        inside = set(region)
+        found = dict.fromkeys(storage_node(x) for node in region for x in node.all_input_nodes if x not in inside)
+        return [(producer, index) for producer, index in found if producer not in inside and producer.op == "call_function"]
 
     def _saved_input(self, mode: int, modes, block: int, producer: fx.Node, index: int) -> None:
         source = self.index[producer]
-        val = tensors(producer.meta["val"])[index]
         home = self.chain.block_of[producer]
         link = NEXT if self.chain.part[home] == self.chain.part[block] else EVERY
         ids: dict[Layout, int] = {}
@@ -482,8 +460,7 @@ class _Builder:
         free, held = len(ids), len(ids) + 1
         moves = {}
         for layout, a in ids.items():
-            nbytes = prod(local_shape(tuple(val.shape), layout, self.mesh.sizes, (0, 0))) * val.element_size()
             moves[a, free] = NOTHING
-            moves[a, held] = Amount(saved=nbytes)
+            moves[a, held] = Amount(saved=self._bytes(producer, index, layout))
         self.uses.append(StagedUse(len(self.values), mode, tuple(free if plain else held for plain in modes), link))
         self.values.append(StagedValue(f"{producer.name}.{index} input", source, placements, moves, {}))

@@ -14,13 +14,13 @@ from itertools import product
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from autoshard.errors import RuleError
 from autoshard.placement import Layout, P, R, blocks_now, pieces
 from autoshard.program import tensors
 from autoshard.rules.call import bind_node
 from autoshard.rules.notation import OpRule, choices, factor_choice
+from autoshard.torch_private import pytree
 
 Coords = tuple[int, ...]
 Parts = dict[Coords, torch.Tensor]
@@ -188,7 +188,7 @@ def node_of(target, args: tuple, kwargs: dict | None = None) -> tuple[fx.Node, l
         values.append(x)
         return node
 
-    args, kwargs = tree_map_only(torch.Tensor, placeholder, (tuple(args), kwargs or {}))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, placeholder, (tuple(args), kwargs or {}))
     node = graph.call_function(target, args, kwargs)
     with torch.no_grad():
         node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))

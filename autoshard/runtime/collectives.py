@@ -6,8 +6,8 @@ tensors and empty pieces. The argument is left alone, and is itself the result o
 (gloo's in-place all-reduce of a tensor with gaps in its memory is silently wrong).
 
 Called eagerly these use ``torch.distributed``, which costs 20 to 40 microseconds a call less than the functional collectives; inside
-``torch.compile`` they use the functional ones, which it can trace. The private parts of torch are used in this file only, and were
-checked with torch 2.13.
+``torch.compile`` they use the functional ones, which it can trace. Those are private to torch; no other file uses them; they were checked
+with torch 2.13.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # checked with torch 2.13
 
 from autoshard.errors import RunError
 from autoshard.runtime.keys import TAKE, whole_numbers
 from autoshard.runtime.numbers import Numbers, key_words
+from autoshard.torch_private import TorchDispatchMode
 
 aten = torch.ops.aten
 Source = Callable[[tuple[int, ...]], Numbers]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoshard.errors import RunError
 from autoshard.signature import Signature
+from autoshard.torch_private import pytree
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from autoshard.runtime.feed import Feed
 from autoshard.runtime.split import first_inputs, then_weights
 from autoshard.runtime.stage import Part, StageModule, Value
+from autoshard.schedule import schedule_of
 
 Leaves = tuple[torch.Tensor, ...]
 
@@ -63,8 +64,7 @@ class Pipeline:
         world, m = stage.world, stage.microbatches
         self.bodies = [Body(stage, part) for part in stage.chunks]
         stages = [_Stage(body, before_last if len(self.bodies) == 1 else None) for body in self.bodies]
-        name = "GPipe" if stage.schedule == "1F1B" and m < world.mesh.pipeline else stage.schedule  # 1F1B is not defined then
-        cls = getattr(pipelining, f"Schedule{name}")
+        cls = getattr(pipelining, f"Schedule{schedule_of(stage.schedule).run_as(m, world.mesh.pipeline)}")
         self.schedule = cls(
             stages if issubclass(cls, PipelineScheduleMulti) else stages[0], m, loss_fn=lambda loss, _: loss, scale_grads=False
         )

@@ -1,7 +1,4 @@
-"""Regions whose activations are not kept: backward computes them again from the region's inputs, and from what is kept inside.
-
-Checked with torch 2.13: ``torch.utils._python_dispatch`` is the one module used here that is not documented as public.
-"""
+"""Regions whose activations are not kept: backward computes them again from the region's inputs, and from what is kept inside."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.runtime.keys import Keys
 from autoshard.runtime.random import Streams
+from autoshard.torch_private import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 
@@ -138,13 +134,13 @@ class _Lines(TorchDispatchMode):
     def result(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` gives in forward; it is not looked into."""
         if self.run.again:
-            return tree_map_only(_Left, lambda x: self.find(x.value), next(self.run.met))
+            return pytree.tree_map_only(_Left, lambda x: self.find(x.value), next(self.run.met))
         self.inside = True
         try:
             out = compute()
         finally:
             self.inside = False
-        self.run.left.append(tree_map_only(torch.Tensor, lambda x: _Left(self.leave(x)), out))
+        self.run.left.append(pytree.tree_map_only(torch.Tensor, lambda x: _Left(self.leave(x)), out))
         return out
 
 
