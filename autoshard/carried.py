@@ -123,15 +123,8 @@ def _results(program) -> list[Any]:
 def _constant(program, value: Any) -> bool:
     """Whether a value depends on no parameter, buffer or input."""
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    found, queue = set(), [value]
-    while queue:
-        node = queue.pop()
-        if isinstance(node, fx.Node) and node not in found:
-            found.add(node)
-            if node.op == "placeholder" and kinds[node.name] is not InputKind.CONSTANT_TENSOR:
-                return False
-            queue += node.all_input_nodes
-    return True
+    made_from = ancestors([value] if isinstance(value, fx.Node) else [])
+    return all(kinds[node.name] is InputKind.CONSTANT_TENSOR for node in made_from if node.op == "placeholder")
 
 
 def _text(program, skipped: int) -> list[str]:
