@@ -4,8 +4,9 @@
             + sum over values  count[value] * sum over q of moves[p, q]      p where the producer leaves the value,
                                                                              q every placement that some use demands, once
 
-``reduce`` shrinks the problem without losing its optimum, ``flows`` writes what is left as an integer program whose relaxation is
-nearly integral, HiGHS solves it on one thread, and ``problem.evaluate`` prices the answer again. The same problem gets the same answer.
+``reduce`` shrinks the problem without losing its optimum. What is left, ``elimination`` solves where its tables are small enough; or else
+``flows`` writes it as an integer program whose relaxation is nearly integral, and HiGHS solves that on one thread. ``problem.evaluate``
+prices the answer again. The same problem gets the same answer.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from .flows import FlowProgram, run
-from .network import network
+from .elimination import cheapest
+from .flows import Answer, FlowProgram, run
+from .network import Network, network
 from .problem import Evaluation, Infeasible, Op, ShardingProblem, ShardingSolution, SolverError, Use, Value, evaluate
 from .reduce import reduce
 
@@ -42,14 +44,43 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
     problem.check()
     net = network(problem)
     reduce(net)
+    sizes = f"{len(problem.ops)} ops, {sum(len(op.costs) for op in problem.ops)} strategies"
+    chosen = cheapest(net)
+    if chosen is not None:
+        if progress:
+            progress(f"{sizes}; after presolve {len(chosen)} ops, eliminated")
+        choices = net.recover(chosen)
+        price = evaluate(problem, choices)
+        if price.violations:
+            raise SolverError(f"elimination's answer is not one: {price.violations}")
+        seconds = time.perf_counter() - start
+        solver = "elimination" if chosen else "presolve"
+        return ShardingSolution(choices, price.objective, price.objective, seconds, seconds, "optimal", solver, 0)
     program = FlowProgram(net)
-    built, variables = time.perf_counter(), program.columns
+    built = time.perf_counter()
     if progress:
         progress(
-            f"{len(problem.ops)} ops, {sum(len(op.costs) for op in problem.ops)} strategies; after presolve {len(program.x)} ops, "
+            f"{sizes}; after presolve {len(program.x)} ops, "
             f"{program.integers} strategies, {program.columns - program.integers} flow variables, {program.rows} rows"
         )
-    scale = net.scale()
+    choices, price, answer, variables = _integer_program(problem, net, program, time_limit, progress)
+    return ShardingSolution(
+        choices=choices,
+        objective=price.objective,
+        bound=min(max(answer.bound + net.offset, 0.0), price.objective),  # nothing has a negative price
+        seconds=time.perf_counter() - start,
+        build_seconds=built - start,
+        status="optimal" if answer.optimal else "time limit",
+        solver="HiGHS",
+        variables=variables,
+    )
+
+
+def _integer_program(
+    problem: ShardingProblem, net: Network, program: FlowProgram, time_limit: float, progress: Callable[[str], None] | None
+) -> tuple[tuple[int, ...], Evaluation, Answer, int]:
+    """Choices and their price, HiGHS's answer, and how many variables it was given at first."""
+    variables, scale = program.columns, net.scale()
     for _ in range(ATTEMPTS):
         answer = run(program, scale, time_limit, progress)
         if answer is None:
@@ -66,16 +97,7 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
         program, scale = FlowProgram(net), 1e4 / price.objective
     if price.violations or not (agrees or price.objective == 0.0):
         raise SolverError(f"the solver claims {claimed!r} s, evaluate says {price.objective!r} s {price.violations}")
-    return ShardingSolution(
-        choices=choices,
-        objective=price.objective,
-        bound=min(max(answer.bound + net.offset, 0.0), price.objective),  # nothing has a negative price
-        seconds=time.perf_counter() - start,
-        build_seconds=built - start,
-        status="optimal" if answer.optimal else "time limit",
-        solver="HiGHS" if variables else "presolve",
-        variables=variables,
-    )
+    return choices, price, answer, variables
 
 
 def _explain(problem: ShardingProblem) -> Infeasible:

@@ -5,15 +5,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from benchmarks.solver_scale import layered, random_cuts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoshard.solvers import elimination
 from autoshard.solvers.brute import brute_cuts, brute_sharding, least_memory
 from autoshard.solvers.cuts import Boundary, CutProblem, Item, OutOfMemory, TooFewCuts, evaluate_cuts, solve_cuts
 from autoshard.solvers.sharding import Infeasible, Op, ShardingProblem, SolverError, Use, Value, evaluate, solve
+
+WAYS = pytest.mark.parametrize("largest", [elimination.LARGEST, 0], ids=["elimination", "integer program"])
+
+
+def with_tables(largest: int):
+    return patch.object(elimination, "LARGEST", largest)
+
 
 # --- sharding: by hand --------------------------------------------------------------------------------------------------
 
@@ -159,7 +168,7 @@ def test_progress_may_raise():
         if len(lines) > 1:  # the first line is ours, the others HiGHS's
             raise KeyError(line)
 
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError), with_tables(0):
         solve(layered(1, seed=1), progress=progress)
     assert len(lines) == 2 and "after presolve" in lines[0]
 
@@ -189,15 +198,17 @@ def sharding_problems(draw):
     return ShardingProblem(tuple(ops), tuple(values), tuple(uses))
 
 
+@WAYS
 @settings(max_examples=400, deadline=None)
-@given(sharding_problems())
-def test_solver_equals_brute_force(problem):
+@given(problem=sharding_problems())
+def test_solver_equals_brute_force(largest, problem):
     best = brute_sharding(problem)
-    if best is None:
-        with pytest.raises(Infeasible):
-            solve(problem)
-        return
-    solution = solve(problem)
+    with with_tables(largest):
+        if best is None:
+            with pytest.raises(Infeasible):
+                solve(problem)
+            return
+        solution = solve(problem)
     assert solution.status == "optimal"
     assert solution.objective == pytest.approx(best[1], rel=1e-6, abs=1e-15)
     price = evaluate(problem, solution.choices)
@@ -210,8 +221,11 @@ def test_twenty_thousand_flow_variables():
     """A layer of the size of a Llama's, four times: all proven, though most of it is too large to try every answer."""
     problem = layered(4, seed=0)
     sizes = []
-    solution = solve(problem, progress=sizes.append)
+    with with_tables(0):
+        solution = solve(problem, progress=sizes.append)
     assert solution.status == "optimal" and solution.gap <= 1e-6
+    by_elimination = solve(problem)
+    assert by_elimination.solver == "elimination" and by_elimination.objective == pytest.approx(solution.objective, rel=1e-6)
     assert solution.variables > 20_000
     assert evaluate(problem, solution.choices).violations == []
     for op, choice in enumerate(solution.choices):  # no single op can do better
