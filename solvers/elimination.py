@@ -1,7 +1,7 @@
 """What is left of a network solved by elimination: op after op is replaced by a table over its neighbours, of what it costs at best.
 
-Exact, and fast where some order keeps the tables small, as the layers of models do (a chain with a few shortcuts): at every step the op goes
-whose joint table, over itself and all that it shares a table with, is smallest.
+Exact, and fast where some order keeps the tables small, as with the layers of models (a chain with a few shortcuts): at every step the op
+goes whose joint table, over itself and all that it shares a table with, is smallest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Eliminated:
         chosen = dict(chosen)
         at = {op: int(np.flatnonzero(self.alive[op] == strategy)[0]) for op, strategy in chosen.items()}
         for op, tables in reversed(self.steps):
-            price = sum(table.over((*(o for o in table.ops if o != op), op))[tuple(at[o] for o in table.ops if o != op)] for table in tables)
+            around = [[o for o in table.ops if o != op] for table in tables]
+            price = sum(table.over((*others, op))[tuple(at[o] for o in others)] for table, others in zip(tables, around))
             at[op] = int(np.argmin(price))
             chosen[op] = int(self.alive[op][at[op]])
         return chosen

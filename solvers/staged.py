@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 RESIDENT = -1
 """The part of an op that lies in no block: it is in every stage that reads it."""
 
@@ -132,6 +134,20 @@ class StagedProblem:
         part = self.ops[op].part
         return [RESIDENT] if part == RESIDENT else self.blocks[part]
 
+    @cached_property
+    def readings(self) -> dict[int, list[tuple[StagedUse, tuple[np.ndarray, np.ndarray]]]]:
+        """Of each value that is read: its uses, and of every instance of them, the block of the producer and of the user."""
+        found = defaultdict(list)
+        for use in self.uses:
+            links = np.array(self.links(use), dtype=int).reshape(-1, 2)
+            if len(links):
+                found[use.value].append((use, (links[:, 0], links[:, 1])))
+        return found
+
+    def nth(self, op: int, blocks: np.ndarray) -> np.ndarray:
+        """Where ``blocks`` stand among the homes of op."""
+        return np.searchsorted(self.homes(op), blocks)
+
     def links(self, use: StagedUse) -> list[tuple[int, int]]:
         """(block of the producer, block of the user) of every instance of a use."""
         source, users = self.homes(self.values[use.value].op), self.homes(use.op)
@@ -172,46 +188,50 @@ def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvalu
     if len(first) != p or first[0] != 0 or any(b <= a for a, b in zip(first, [*first[1:], len(problem.chain)])):
         return StagedEvaluation(0.0, [], [], [], [f"{first} are not the first blocks of {p} stages of {len(problem.chain)} blocks"])
     violations += [f"the chain can't be cut before block {start}" for start in first[1:] if not problem.legal[start - 1]]
-    stage = {block: stage_of(first, block) for block in range(len(problem.chain))}
-    total = [NOTHING] * p
-    readers: dict[tuple[int, int], set[int]] = defaultdict(set)  # (value, its block) -> stages
-    paid = set()
-    for use in problem.uses:
-        value = problem.values[use.value]
-        for source, user in problem.links(use):
-            have, want = value.placements[answer.choices[value.op, source]], use.demands[answer.choices[use.op, user]]
-            at = stage[user]
-            readers[use.value, source].add(at)
-            if have == want or (use.value, source, at, want) in paid:
-                continue
-            paid.add((use.value, source, at, want))
-            if (have, want) in value.moves:
-                total[at] = total[at].plus(value.moves[have, want])
-            else:
-                violations.append(f"{value.name} can't go from placement {have} to {want}, which {problem.ops[use.op].name} demands")
-    sends = [0.0] * p
-    in_stages: dict[int, set[int]] = defaultdict(set)  # of a resident op
-    for (index, source), stages in readers.items():
-        value = problem.values[index]
-        if source == RESIDENT:
-            in_stages[value.op] |= stages
+    stage = np.repeat(np.arange(p), np.diff([*first, len(problem.chain)]))
+    chosen = {i: np.array([answer.choices[i, block] for block in problem.homes(i)]) for i in range(len(problem.ops))}
+    total, sends = np.zeros((p, len(NOTHING))), np.zeros(p)
+    inside: dict[int, set[int]] = defaultdict(set)  # of a resident op: the stages that read it
+    for index, uses in problem.readings.items():
+        value, reads = problem.values[index], []
+        ids = 1 + max(*value.placements, *(want for use, _ in uses for want in use.demands))
+        shape = (ids, ids, p, len(problem.chain) + 1)
+        for use, (source, user) in uses:
+            have = np.array(value.placements)[chosen[value.op][problem.nth(value.op, source)]]
+            want = np.array(use.demands)[chosen[use.op][problem.nth(use.op, user)]]
+            reads.append(np.ravel_multi_index((have, want, stage[user], source + 1), shape))
+            for pair in dict.fromkeys(zip(have.tolist(), want.tolist())):
+                if pair[0] != pair[1] and pair not in value.moves:
+                    reader = problem.ops[use.op].name
+                    violations.append(f"{value.name} can't go from placement {pair[0]} to {pair[1]}, which {reader} demands")
+        have, want, at, source = np.unravel_index(np.unique(np.concatenate(reads)), shape)  # once each: they are paid once
+        pairs, kind = np.unique(have * shape[1] + want, return_inverse=True)
+        moves = [NOTHING if a == b else value.moves.get((a, b), NOTHING) for a, b in (divmod(pair, shape[1]) for pair in pairs.tolist())]
+        np.add.at(total, at, np.array(moves)[kind])
+        if problem.ops[value.op].part == RESIDENT:
+            inside[value.op].update(at.tolist())
             continue
-        seconds = value.sends.get(value.placements[answer.choices[value.op, source]], 0.0)
-        for cut in range(stage[source], max(stages)):
-            sends[cut] += seconds
-            sends[cut + 1] += seconds
-    peaks = [0.0] * len(problem.chain)
+        last: dict[int, tuple[int, int]] = {}  # of the blocks whose value crosses cuts: its placement, the last stage that reads it
+        source -= 1
+        for i in np.flatnonzero(at > stage[source]).tolist():
+            block, end = int(source[i]), int(at[i])
+            last[block] = int(have[i]), max(end, last.get(block, (0, end))[1])
+        for block, (placement, end) in last.items():
+            for cut in range(stage[block], end):
+                sends[cut : cut + 2] += value.sends.get(placement, 0.0)
+    peaks = np.zeros(len(problem.chain))
     for index, op in enumerate(problem.ops):
-        for block in problem.homes(index):
-            if block != RESIDENT:
-                peaks[block] += op.costs[answer.choices[index, block]].peak
-            for at in sorted(in_stages[index]) if block == RESIDENT else [stage[block]]:
-                total[at] = total[at].plus(op.costs[answer.choices[index, block]])
-    seconds = [amount.seconds + sent for amount, sent in zip(total, sends)]
+        costs = np.array(op.costs)[chosen[index]]
+        if op.part == RESIDENT:
+            total[sorted(inside[index])] += costs[0]
+        else:
+            np.add.at(total, stage[problem.homes(index)], costs)
+            peaks[problem.homes(index)] += costs[:, 4]
+    total = [Amount(*amounts) for amounts in total.tolist()]
+    seconds = [amount.seconds + sent for amount, sent in zip(total, sends.tolist())]
     memory = []
-    for at, (reserve, amount, flight) in enumerate(zip(problem.reserve, total, problem.in_flight)):
-        peak = max(peaks[block] for block, s in stage.items() if s == at)
-        memory.append(reserve + amount.state + flight * amount.saved + peak)
+    for start, end, reserve, amount, flight in zip(first, [*first[1:], len(problem.chain)], problem.reserve, total, problem.in_flight):
+        memory.append(reserve + amount.state + flight * amount.saved + float(peaks[start:end].max()))
     for at, nbytes in enumerate(memory):
         if nbytes > problem.limit * (1 + SLACK):
             violations.append(f"stage {at} holds {nbytes:.0f} bytes, the limit is {problem.limit:.0f}")

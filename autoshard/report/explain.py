@@ -222,7 +222,7 @@ def times(plan: Plan) -> list[Part]:
 
 def solver(plan: Plan) -> list[Part]:
     facts = plan.solver
-    sizes = [f"{count(facts[name])} {name}" for name in ("ops", "strategies", "variables") if name in facts]
+    sizes = [f"{count(facts[name])} {name}" for name in ("ops", "strategies", "variables") if facts.get(name)]
     if facts.get("folded"):
         sizes.insert(1, f"{facts['folded']} more folded into them")
     text = f"{facts.get('name', 'unnamed')} took {duration(facts.get('seconds', 0.0))}"
