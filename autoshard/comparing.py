@@ -7,19 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from autoshard import passes
 from autoshard.capture import Captured
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
-from autoshard.passes.microbatch import Microbatched
 from autoshard.planning.baselines import BASELINES, Baseline
 from autoshard.planning.choices import batch_of, microbatch_candidates
 from autoshard.planning.comparison import Comparison, Row
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import NOTHING, Decision, Saving, save
 from autoshard.schedule import Schedule, schedule_of
-from autoshard.searching import Task, Wanted, default_schedule, wanted_of
+from autoshard.searching import Wanted, wanted_of
+from autoshard.tasks import Task, default_schedule
 
 SLACK = 0.98
 """A rank's share of an op is not always a whole share: kernels of pieces skip a little of what the op on one device does."""
@@ -65,7 +64,6 @@ class _Planner:
     devices: int
     progress: Callable[[str], None]
     one_device: float = float("inf")  # seconds of a step on one device, the least that was seen
-    cuts: dict[int, Microbatched] = field(default_factory=dict)
     decisions: dict[tuple, Decision] = field(default_factory=dict)
 
     def row(self, baseline: Baseline) -> Row:
@@ -120,16 +118,12 @@ class _Planner:
     def restricted(self, baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan:
         """A baseline's plan: the best of ``savings``."""
         wanted = self.wanted
-        if m not in self.cuts:
-            self.cuts[m] = passes.run("microbatch", wanted.program, m)
-        cut = self.cuts[m]
-        wanted.program.mesh = cut.program.mesh = mesh
         schedule = self.placed(mesh)
         schedule.check(m, mesh.pipeline, schedule.chunks)
-        given = (wanted.captured, wanted.program, wanted.title, mesh, wanted.cluster, wanted.limit, {})
+        given = (wanted.captured, wanted.cuts, wanted.title, mesh, wanted.cluster, wanted.limit, {})
         plans = []
         for saving in savings:
-            task = Task(*given, saving, schedule, False, cut, m, baseline.narrow)
+            task = Task(*given, saving, schedule, False, m, baseline.narrow)
             try:
                 plans.append(task.predicted(self.decided(task)))
             except InfeasibleError:  # then what it would need
@@ -142,5 +136,5 @@ class _Planner:
         if key not in self.decisions:
             self.decisions[key] = task.decided()
         decision = replace(self.decisions[key])
-        save(decision, task.cut.program, pure_nodes(task.cut.program), task.saving)
+        save(decision, task.cut, pure_nodes(task.cut), task.saving)
         return decision

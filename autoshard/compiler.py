@@ -32,7 +32,8 @@ from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import StageModule
 from autoshard.runtime.world import World
 from autoshard.schedule import schedule_of
-from autoshard.searching import convert, plan_for, search
+from autoshard.searching import search
+from autoshard.tasks import convert, plan_for
 from autoshard.variants import as_example, in_mode, same_stages, same_weights
 
 

@@ -13,6 +13,7 @@ Facts live in ``node.meta``:
     module    module path, "transformer.h.0.attn"
     draw      autoshard.draws.Drawn of an op whose random numbers have keys
     cut_along axes over which the random numbers of an op that draws them are cut, after LOCAL
+    stands_for  how many ops of the whole program an op of an abridged one stands for
     source    the user's own line, "modeling_gpt2.py:187: query_states, ... = self.c_attn(...)"
 """
 

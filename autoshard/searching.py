@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autoshard import passes
@@ -14,20 +14,14 @@ from autoshard.draws import without_keys
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
-from autoshard.passes.cut_stages import pure_nodes
-from autoshard.passes.microbatch import Microbatched
-from autoshard.planning.chain import Irregular
+from autoshard.planning.abridge import abridged
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
-from autoshard.planning.comparison import NEAR
-from autoshard.planning.joint import decide_jointly
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import CHEAPEST, NOTHING, Decision, Narrow, Saving, apply, decide, record, save
-from autoshard.predict import check_memory, describe, predict
+from autoshard.planning.planner import Saving
+from autoshard.predict import check_memory
 from autoshard.program import Program
-from autoshard.schedule import SCHEDULES, Schedule, schedule_of
-
-SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
-"""What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``."""
+from autoshard.schedule import schedule_of
+from autoshard.tasks import Cuts, LongTask, Outline, Task, default_schedule
 
 
 def search(captured: Captured, title: str, mesh: Mesh | int, *options: Any, **named: Any) -> Plan:
@@ -55,15 +49,15 @@ def wanted_of(
     if offload not in ("optimizer", "off", "auto"):
         raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
     saving, host = Saving.of(zero, recompute), offload == "optimizer"
-    return Wanted(captured, program, title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, host, random)
+    return Wanted(captured, Cuts(program), title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, host, random)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be planned, and what was asked for; ``program`` is the canonical one, of the whole batch."""
+    """What is to be planned, and what was asked for."""
 
     captured: Captured
-    program: Program
+    cuts: Cuts
     title: str
     cluster: Cluster
     limit: float
@@ -74,24 +68,39 @@ class Wanted:
     offload: bool
     random: str
 
+    @property
+    def program(self) -> Program:
+        """The canonical one, of the whole batch."""
+        return self.cuts.program
+
+    @cached_property
+    def short(self) -> Cuts | None:
+        """The same of few layers, if the model has many."""
+        program = abridged(self.program)
+        return None if program is None else Cuts(program)
+
     def best(self, mesh: Mesh | int) -> Plan:
         """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
         return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
 
     def on(self, mesh: Mesh) -> Plan:
         """The best plan for a mesh, over the numbers of micro-batches. Raises PlanError."""
-        self.program.mesh = mesh
-        placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
-        given = (self.captured, self.program, self.title, mesh, self.cluster, self.limit, self.pins, self.saving, placed, self.offload)
         tasks: dict[int, Task] = {}
 
-        def draft(m: int) -> Plan:
-            tasks[m] = Task.of(*given, m)
+        def draft(m: int) -> Plan | Outline:
+            tasks[m] = self.task(mesh, m)
             return tasks[m].drafted()
 
         best = self.over_microbatches(mesh, draft, lambda plan: tasks[plan.microbatches].finished(plan))
         check_memory(best)
         return best
+
+    def task(self, mesh: Mesh, m: int) -> Task:
+        placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
+        given = (self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, self.pins, self.saving, placed, self.offload, m)
+        if self.short is None or self.pins or placed.chunks > 1:
+            return Task(*given)
+        return LongTask(*given, short=self.short)
 
     def over_microbatches(self, mesh: Mesh, draft: Callable[[int], Plan], finish: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """The fastest of the plans for several numbers of micro-batches, of those that fit if one does.
@@ -187,133 +196,5 @@ class Wanted:
 
     def _estimate(self, mesh: Mesh) -> float:
         """About the least seconds of a step on a mesh, memory aside."""
-        self.program.mesh = mesh
         m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
-        cut = passes.run("microbatch", self.program, m).program
-        notes = decide(cut, mesh, self.cluster, pure_nodes, None, self.pins, saving=self.saving).solver
-        return notes["objective"] * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
-
-
-def default_schedule(mesh: Mesh) -> Schedule:
-    return SCHEDULES["1F1B" if mesh.pipeline > 1 else "none"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A program cut into ``m`` micro-batches, to be planned."""
-
-    captured: Captured
-    program: Program  # of the whole batch
-    title: str
-    mesh: Mesh
-    cluster: Cluster
-    limit: float | None
-    pins: dict
-    saving: Saving
-    schedule: Schedule
-    offload: bool  # of all trained parameters' optimizer state
-    cut: Microbatched
-    m: int
-    narrow: Narrow | None = None
-
-    @staticmethod
-    def of(captured, program: Program, title, mesh, cluster, limit, pins, saving, schedule: Schedule, offload: bool, m: int) -> Task:
-        """Raises PlanError if the batch can't be cut so, or not for this schedule."""
-        schedule.check(m, mesh.pipeline, schedule.chunks)
-        cut = passes.run("microbatch", program, m)
-        return Task(captured, program, title, mesh, cluster, limit, pins, saving, schedule, offload, cut, m)
-
-    def predicted(self, decision: Decision) -> Plan:
-        strategies, stages = record(decision)
-        limit = self.cluster.device.memory if self.limit is None else self.limit
-        known = (self.captured, self.program, self.title, self.mesh, self.cluster, limit, self.m)
-        plan = describe(*known, strategies, stages, decision.solver, self.schedule.name, self.schedule.chunks)
-        plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
-        if self.offload:
-            plan.offload = sorted(param.name for param in self.program.params.values() if param.requires_grad)
-        return predict(plan, convert(self.cut.program, decision), self.cluster)
-
-    def quick(self, solvers=CHEAPEST) -> Plan:
-        """The fastest plan, memory aside, with no more done to save memory than was asked for, or than saves time too.
-
-        ZeRO 2 sends as much as all-reduces do, and divides by data the optimizer's step, and sums of weights that several stages read.
-        """
-        decision = self.decided(solvers)
-        plan = self.predicted(decision)
-        if self.saving.zero is not None or self.mesh.data == 1:
-            return plan
-        cut = replace(decision)
-        save(cut, self.cut.program, pure_nodes(self.cut.program), replace(self.saving, zero=2))
-        other = self.predicted(cut)
-        return other if other.step_seconds < (1 - NEAR) * plan.step_seconds else plan
-
-    def drafted(self, solvers=CHEAPEST) -> Plan:
-        """The quick plan, and what it took."""
-        start = time.perf_counter()
-        plan = self.quick(solvers)
-        plan.solver["trace_seconds"] = self.captured.seconds
-        plan.solver["plan_seconds"] = time.perf_counter() - start
-        logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, plan.step_seconds, plan.peak_bytes / 2**30)
-        return plan
-
-    def finished(self, quick: Plan) -> Plan:
-        """The quick plan if it fits, or if no more may be done; else the best that does more to save memory. Raises InfeasibleError."""
-        if not self.saving.open or self.limit is None or quick.peak_bytes <= self.limit:
-            return quick
-        start = time.perf_counter()
-        try:
-            plan = self.joint(quick)
-        except (Irregular, InfeasibleError) as reason:
-            logger("plan").info("no joint plan: %s", reason)
-            plan = self.ladder()
-            if isinstance(reason, InfeasibleError) and plan.peak_bytes > self.limit:
-                raise
-        logger("plan").info("%d micro-batches, made to fit: %.4g s a step", self.m, plan.step_seconds)
-        plan.solver["trace_seconds"] = self.captured.seconds
-        plan.solver["plan_seconds"] = quick.solver["plan_seconds"] + time.perf_counter() - start
-        return plan
-
-    def decided(self, solvers=CHEAPEST) -> Decision:
-        """What the fastest plan is."""
-        given = (self.cut.program, self.mesh, self.cluster, pure_nodes, self.limit, self.pins)
-        return decide(*given, solvers=solvers, saving=self.saving, chunks=self.schedule.chunks, narrow=self.narrow)
-
-    def joint(self, quick: Plan) -> Plan:
-        """The fastest plan that fits, over ZeRO levels and recomputation too. Raises Irregular, InfeasibleError."""
-        if self.schedule.chunks > 1:
-            raise Irregular("a rank holds several stages")
-        found: dict[int, Plan] = {}  # by decision
-
-        def measure(decision: Decision) -> list[float]:
-            plan = found[id(decision)] = self.predicted(decision)
-            return [sum(row.memory.values()) for row in plan.stage_rows]
-
-        transient = [row.memory["transient"] for row in quick.stage_rows]
-        pure = pure_nodes(self.cut.program)
-        given = (self.cut.program, self.mesh, self.cluster, pure, self.limit, self.pins, self.saving, self.schedule)
-        decision = decide_jointly(*given, transient, measure, self.narrow)
-        return replace(found[id(decision)], solver=decision.solver)
-
-    def ladder(self) -> Plan:
-        """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""
-        plans = []
-        for saving in SAVINGS:
-            if self.saving.zero in (None, saving.zero) and self.saving.recompute in (None, saving.recompute):
-                plans.append(replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit))
-        fitting = [plan for plan in plans if plan.peak_bytes <= self.limit]
-        return min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
-
-
-def plan_for(
-    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
-) -> Plan:
-    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
-    task = Task.of(captured, program, title, mesh, cluster, limit, pins, saving, schedule or default_schedule(mesh), offload, m)
-    return task.finished(task.drafted(solvers))
-
-
-def convert(program: Program, decision: Decision) -> Program:
-    """The program with all that was decided written on its nodes, conversions explicit."""
-    placed = passes.run("zero", apply(program, decision), decision.zero)
-    regions = passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
-    return passes.run("bucket_gathers", regions)
+        return self.task(mesh, m).estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches

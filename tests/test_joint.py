@@ -10,7 +10,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, MeshError
 from autoshard.mesh import Mesh
 from autoshard.planning.saving import Saving
-from autoshard.searching import plan_for
+from autoshard.tasks import plan_for
 
 OPEN = Saving(None, None)
 

@@ -17,14 +17,21 @@ class Irregular(ValueError):
 
 @dataclass
 class Chain:
-    """The ops of a program in blocks, in order. part: of each block; blocks of one part are the same layer, op by op."""
+    """The ops of a program in blocks, in order. part: of each block; blocks of one part are the same layer, op by op. times: blocks of the
+    whole program that each stands for, if the program is abridged."""
 
     blocks: list[list[fx.Node]]
     part: list[int]
+    times: list[int]
     block_of: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self):
         self.block_of = {node: b for b, nodes in enumerate(self.blocks) for node in nodes}
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The part of each block of the whole program."""
+        return tuple(part for part, times in zip(self.part, self.times) for _ in range(times))
 
 
 def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
@@ -61,7 +68,8 @@ def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
     if any(all(node in pure for node in block) for block in blocks):
         raise Irregular("a block has no work of its own")
     numbers: dict[object, int] = {}
-    chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds])
+    times = [max(node.meta.get("stands_for", 1) for node in block) for block in blocks]
+    chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds], times)
     apart = set(common)
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     alive = dict(alive_across(program, pure))

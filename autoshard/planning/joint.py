@@ -12,9 +12,9 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
-from autoshard.planning.chain import Irregular, chain_of
+from autoshard.planning.chain import Chain, Irregular, chain_of
 from autoshard.planning.planner import Decision, Narrow, choices_of
-from autoshard.planning.saving import ANY, KEPT, PLAIN, Saving
+from autoshard.planning.saving import ANY, KEPT, PLAIN
 from autoshard.planning.staging import Allowed, Staged, stage_problem
 from autoshard.program import Program
 from autoshard.schedule import Schedule
@@ -26,40 +26,54 @@ _TRIES = 4  # of plans whose memory was estimated badly
 _SLOW, _ROOM = 0.01, 0.03  # a plan so much above the bound that leaves so much memory: the limit was felt too early
 
 
-def decide_jointly(
+def staged_of(
     program: Program,
     mesh: Mesh,
     cluster: Cluster,
     pure: set[fx.Node],
     limit: float,
     pins: dict[str, dict[str, str]],
-    saving: Saving,
+    allowed: Allowed,
     schedule: Schedule,
+    narrow: Narrow | None = None,
+) -> Staged:
+    """The problem of deciding everything at once.
+
+    Args:
+        program: of one micro-batch; it may be abridged.
+        pure: values that any stage can compute for itself.
+        limit: bytes a rank.
+        narrow: as for ``decide``.
+
+    Raises Irregular: the model has no blocks that could be told apart, or fewer than there are stages.
+    """
+    folding, _, annotated = choices_of(program, mesh, pins, narrow)
+    chain = chain_of(program, folding, pure)
+    if len(chain.parts) < mesh.pipeline:
+        raise Irregular(f"{len(chain.parts)} blocks can't fill {mesh.pipeline} stages")
+    return stage_problem(program, annotated, chain, pure, mesh, cluster, schedule, limit, allowed)
+
+
+def decide_jointly(
+    staged: Staged,
+    program: Program,
+    chain: Chain,
     transient: Sequence[float],
     measure: Callable[[Decision], Sequence[float]],
-    narrow: Narrow | None = None,
     time_limit: float = 60.0,
 ) -> Decision:
     """The fastest decision found that fits, with a proven bound.
 
     Args:
-        pure: values that any stage can compute for itself.
-        limit: bytes a rank.
+        staged: the problem.
+        program, chain: of one micro-batch, whole; what is decided is decided for it.
         transient: bytes of each stage that the problem knows nothing of, as a first guess.
         measure: predicted peak bytes of each stage, of a decision.
-        narrow: as for ``decide``.
 
-    Raises:
-        Irregular: the model has no blocks that could be told apart.
-        InfeasibleError: nothing fits.
+    Raises InfeasibleError: nothing fits.
     """
     start = time.perf_counter()
-    folding, _, annotated = choices_of(program, mesh, pins, narrow)
-    chain = chain_of(program, folding, pure)
-    if len(chain.blocks) < mesh.pipeline:
-        raise Irregular(f"{len(chain.blocks)} blocks can't fill {mesh.pipeline} stages")
-    allowed = Allowed(saving.levels, saving.modes)
-    staged = stage_problem(program, annotated, chain, pure, mesh, cluster, schedule, limit, allowed)
+    mesh, limit = program.mesh, staged.problem.limit
     reserve, parts, bound = tuple(transient), {}, float("inf")
     best: Decision | None = None
     nothing = (0.0,) * mesh.pipeline
@@ -75,13 +89,13 @@ def decide_jointly(
                 continue
             raise nothing_fits(error, mesh) from error
         bound = min(bound, solution.bound)
-        decision = _decision(program, staged, solution.answer)
+        decision = decision_of(program, chain, staged, solution.answer)
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next
         reserve = tuple(r + n - known for r, n, known in zip(reserve, needed, solution.evaluation.memory))
         if max(needed) > limit:
             continue
-        decision.solver = _notes(solution, bound, problem, len(annotated), time.perf_counter() - start)
+        decision.solver = notes_of(solution, bound, problem, len(decision.chosen), time.perf_counter() - start)
         if best is not None:
             return min(best, decision, key=lambda d: d.solver["objective"])
         best = decision
@@ -97,7 +111,7 @@ def decide_jointly(
     )
 
 
-def _notes(solution: StagedSolution, bound: float, problem: StagedProblem, nodes: int, seconds: float) -> dict:
+def notes_of(solution: StagedSolution, bound: float, problem: StagedProblem, nodes: int, seconds: float) -> dict:
     """The solver's account, as a plan keeps it."""
     strategies = sum(len(op.costs) for op in problem.ops)
     return {
@@ -124,12 +138,14 @@ def nothing_fits(error: OutOfMemory, mesh: Mesh) -> InfeasibleError:
     )
 
 
-def _decision(program: Program, staged: Staged, answer: StagedAnswer) -> Decision:
-    ways, chain = staged.read(answer), staged.chain
+def decision_of(program: Program, chain: Chain, staged: Staged, answer: StagedAnswer) -> Decision:
+    """What an answer means for the whole program. Raises Irregular if it was made for another."""
+    ways = staged.read(answer, program, chain)
     again = {chain.block_of[node] for node, way in ways.items() if node in chain.block_of and way.mode not in (ANY, PLAIN)}
+    stages = [stage_of(answer.first, block) for block in range(len(chain.blocks))]
     return Decision(
         chosen={node: way.strategy for node, way in ways.items()},
-        stages={node: stage_of(answer.first, chain.block_of[node]) for node in program.ops},
+        stages={node: stages[chain.block_of[node]] for node in program.ops},
         zero={program.params[node.name].name: way.level for node, way in ways.items() if way.level},
         regions={node.name: chain.block_of[node] for node in program.ops if chain.block_of[node] in again},
         kept=[node.name for node, way in ways.items() if way.mode == KEPT],

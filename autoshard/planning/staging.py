@@ -10,6 +10,7 @@ is paid for once a (storage, placement); in one that is, the block's inputs are 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -24,7 +25,7 @@ from autoshard.placement import R_STAR, Layout, R
 from autoshard.planning.chain import Chain, Irregular
 from autoshard.planning.problem import BUCKET, EPSILON, move_seconds
 from autoshard.planning.saving import AGAIN, ANY, KEPT, ONCE, PLAIN, level_of, piece_of
-from autoshard.planning.strategies import Annotated
+from autoshard.planning.strategies import Annotated, Key, reads_of
 from autoshard.program import Program, operands, tensors
 from autoshard.rules.notation import Strategy
 from autoshard.schedule import Schedule
@@ -55,17 +56,72 @@ class Way:
 
 @dataclass
 class Staged:
-    """The problem, and what is needed to read an answer: for every op of it, its ways, and its node in each block (a switch has none)."""
+    """The problem, and what is needed to read an answer: for every op of it, its key, as in ``grouped``, and its ways.
+
+    chain: of the program that the problem was made from, which may be abridged.
+    """
 
     problem: StagedProblem
     chain: Chain
+    keys: list[tuple]  # switches, which are no nodes, come last and have none
     ways: list[tuple[Way, ...]]
-    members: list[dict[int, fx.Node]]
 
-    def read(self, answer: StagedAnswer) -> dict[fx.Node, Way]:
-        return {
-            self.members[op][block]: self.ways[op][choice] for (op, block), choice in answer.choices.items() if block in self.members[op]
-        }
+    def read(self, answer: StagedAnswer, program: Program, chain: Chain) -> dict[fx.Node, Way]:
+        """What is decided for each node of the whole program. Raises Irregular if that repeats in other layers."""
+        if chain.parts != self.problem.chain:
+            raise Irregular("the whole model repeats in other layers than the abridged one")
+        members = grouped(program, chain, reads_of(program))
+        if set(members) != set(self.keys):
+            raise Irregular("the layers of the whole model are others than those of the abridged one")
+        nodes = [members[key] for key in self.keys]
+        return {nodes[op][block]: self.ways[op][choice] for (op, block), choice in answer.choices.items() if op < len(nodes)}
+
+
+def grouped(program: Program, chain: Chain, inputs: Mapping[fx.Node, tuple[Key, ...]]) -> dict[tuple, dict[int, fx.Node]]:
+    """The nodes that are one op of the problem, by block: of each part, those in one place. ``inputs``: what every node reads.
+
+    Keys start with the part. A weight that one block alone reads is known by where it is read; what several do is RESIDENT, by name.
+    """
+    home = _homes(program, chain, inputs)
+    groups: dict[tuple, dict[int, fx.Node]] = defaultdict(dict)
+    places = {node: (block, place) for block, nodes in enumerate(chain.blocks) for place, node in enumerate(nodes)}
+    for node in inputs:
+        if node.op == "placeholder":
+            part, block, *at = home[node]
+            groups[(part, *at)][block] = node
+            continue
+        block, place = (len(chain.blocks) - 1, "output") if node.op == "output" else places[node]
+        groups[chain.part[block], place][block] = node
+    expected = defaultdict(list, {RESIDENT: [RESIDENT]})
+    for block, part in enumerate(chain.part):
+        expected[part].append(block)
+    for (part, *_), nodes in groups.items():
+        if sorted(nodes) != expected[part]:
+            raise Irregular(f"{next(iter(nodes.values())).name} is not in every layer of its kind")
+    return dict(groups)
+
+
+def _homes(program: Program, chain: Chain, inputs: Mapping[fx.Node, tuple[Key, ...]]) -> dict[fx.Node, tuple]:
+    """(part, block, place and operand that read it) of a placeholder; (RESIDENT, RESIDENT, name) unless it is a weight of one block."""
+    readers: dict[fx.Node, list[tuple[int, tuple]]] = defaultdict(list)
+    places = {node: (block, place) for block, nodes in enumerate(chain.blocks) for place, node in enumerate(nodes)}
+    for node, keys in inputs.items():
+        if node.op == "placeholder":
+            continue
+        block, place = (len(chain.blocks) - 1, "output") if node.op == "output" else places[node]
+        for position, (producer, _) in enumerate(keys):
+            if producer.op == "placeholder":
+                readers[producer].append((block, (place, position)))
+    home: dict[fx.Node, tuple] = {}
+    for node in inputs:
+        if node.op == "placeholder":
+            blocks = {block for block, _ in readers[node]}
+            if len(blocks) == 1 and node.name in program.params:
+                block = next(iter(blocks))
+                home[node] = (chain.part[block], block, *min(readers[node], key=repr)[1])
+            else:
+                home[node] = (RESIDENT, RESIDENT, node.name)
+    return home
 
 
 @dataclass(frozen=True)
@@ -100,13 +156,13 @@ def stage_problem(
         tuple(builder.ops),
         tuple(builder.values),
         tuple(builder.uses),
-        tuple(chain.part),
-        (True,) * (len(chain.blocks) - 1),
+        chain.parts,
+        (True,) * (len(chain.parts) - 1),
         tuple(in_flight(schedule.run_as(m, mesh.pipeline), mesh.pipeline, 1, m, s) for s in range(mesh.pipeline)),
         m,
         limit,
     )
-    return Staged(problem, chain, builder.ways, builder.members)
+    return Staged(problem, chain, builder.keys, builder.ways)
 
 
 class _Builder:
@@ -119,59 +175,19 @@ class _Builder:
         self.uses: list[StagedUse] = []
         self.ways: list[tuple[Way, ...]] = []
         self.members: list[dict[int, fx.Node]] = []
+        self.keys: list[tuple] = []
         self.index: dict[fx.Node, int] = {}  # op of the problem, of every node
         self.saved: list[list[dict[Storage, float]]] = []  # of each op and way
         self.by_value: dict[tuple, tuple[int, dict]] = {}  # index of a value, and the ids of its placements
         self.owners: dict[tuple, fx.Node] = {}  # of each storage, the first op of a block that saves it
 
-    # --- which nodes are one op of the problem ------------------------------------------------------------------------------
-
     def collect(self) -> None:
-        home = self._placeholders()
-        groups: dict[object, dict[int, fx.Node]] = defaultdict(dict)
-        for node in self.annotated:
-            if node.op == "placeholder":
-                groups[home[node]][RESIDENT if home[node][0] == RESIDENT else home[node][1]] = node
-                continue
-            block = len(self.chain.blocks) - 1 if node.op == "output" else self.chain.block_of[node]
-            part = self.chain.part[block]
-            position = "output" if node.op == "output" else self.chain.blocks[block].index(node)
-            groups[part, position][block] = node
-        merged: dict[object, dict[int, fx.Node]] = {}
-        for key, nodes in groups.items():
-            if len(key) == 3 and key[0] != RESIDENT:  # a weight of one block: (part, block, (reader's position, operand))
-                merged.setdefault((key[0], key[2]), {}).update(nodes)
-            else:
-                merged[key] = nodes
-        for key, nodes in merged.items():
-            part = key[0]
-            blocks = [RESIDENT] if part == RESIDENT else [b for b, p in enumerate(self.chain.part) if p == part]
-            if sorted(nodes) != blocks:
-                raise Irregular(f"{next(iter(nodes.values())).name} is not in every layer of its kind")
+        for key, nodes in grouped(self.program, self.chain, {node: item.inputs for node, item in self.annotated.items()}).items():
             for node in nodes.values():
                 self.index[node] = len(self.members)
             self.members.append(nodes)
-            self.ops.append(StagedOp(next(iter(nodes.values())).name, (), part))
-
-    def _placeholders(self) -> dict[fx.Node, tuple]:
-        """(RESIDENT, node), or (part, block, place where it is read) of a weight that one block alone reads."""
-        readers: dict[fx.Node, list[tuple[int, object]]] = defaultdict(list)
-        for node, item in self.annotated.items():
-            if node.op == "placeholder":
-                continue
-            block = len(self.chain.blocks) - 1 if node.op == "output" else self.chain.block_of[node]
-            place = "output" if node.op == "output" else self.chain.blocks[block].index(node)
-            for position, (producer, _) in enumerate(item.inputs):
-                if producer.op == "placeholder":
-                    readers[producer].append((block, (place, position)))
-        home = {}
-        for node in self.annotated:
-            if node.op == "placeholder":
-                blocks = {block for block, _ in readers[node]}
-                alone = len(blocks) == 1 and node.name in self.program.params
-                block = next(iter(blocks), None)
-                home[node] = (self.chain.part[block], block, min(readers[node], key=repr)[1]) if alone else (RESIDENT, node.name)
-        return home
+            self.keys.append(key)
+            self.ops.append(StagedOp(next(iter(nodes.values())).name, (), key[0]))
 
     # --- what every way of an op costs ----------------------------------------------------------------------------------------
 

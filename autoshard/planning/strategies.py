@@ -89,10 +89,10 @@ def split_heavy(annotated: dict[fx.Node, Annotated], alike: dict[fx.Node, int], 
     for node, item in annotated.items():
         if item.rule and item.rule.flops:
             heavy[alike.get(node, node)].append(item)
-    groups = sorted(heavy.values(), key=lambda group: len(group) * group[0].rule.flops)
-    left = exempt * sum(item.rule.flops for group in groups for item in group)
-    for group in groups:
-        left -= sum(item.rule.flops for item in group)
+    work = {kind: sum(item.node.meta.get("stands_for", 1) * item.rule.flops for item in group) for kind, group in heavy.items()}
+    left = exempt * sum(work.values())
+    for kind, group in sorted(heavy.items(), key=lambda entry: work[entry[0]]):
+        left -= work[kind]
         if left >= 0:
             continue
         shared = set.intersection(*({(s.operands, s.results) for s in item.strategies} for item in group))
@@ -238,11 +238,27 @@ def _must_be_whole(program: Program, node: fx.Node) -> bool:
     return bool(node.meta.get("prologue")) or param.name in program.updates or (param.kind == "buffer" and norms)
 
 
-def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
-    """The loss must come out whole, and new values of buffers; without a loss every output must."""
+def reads_of(program: Program) -> dict[fx.Node, tuple[Key, ...]]:
+    """What every node that something is decided about reads, as ``Annotated.inputs`` has it."""
+    found: dict[fx.Node, tuple[Key, ...]] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            found[node] = _wanted(program)
+        elif not is_getitem(node):
+            found[node] = tuple(map(result_of, operands(node))) if node.op == "call_function" else ()
+    return found
+
+
+def _wanted(program: Program) -> tuple[Key, ...]:
+    """The loss, and new values of buffers; without a loss every output."""
     leaves = program.leaves
     wanted = leaves if program.loss is None else [leaves[program.loss], *leaves[len(program.results) :]]
-    inputs = tuple(result_of(x) for x in wanted if isinstance(x, fx.Node))
+    return tuple(result_of(x) for x in wanted if isinstance(x, fx.Node))
+
+
+def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
+    """What is wanted of the program must come out whole."""
+    inputs = _wanted(program)
     whole = tuple(R for _ in sizes)
     choice = Choice("replicate", (R,) * len(inputs), ())
     return Annotated(node, None, inputs, (Strategy((choice,) * len(sizes), (whole,) * len(inputs), ()),))

@@ -1,0 +1,256 @@
+"""One task of the search: the best plan for a mesh, a schedule and a number of micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoshard import passes
+from autoshard.capture import Captured
+from autoshard.cluster import Cluster
+from autoshard.errors import InfeasibleError
+from autoshard.logs import logger
+from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import pure_nodes
+from autoshard.planning.chain import Chain, Irregular, chain_of
+from autoshard.planning.comparison import NEAR
+from autoshard.planning.fold import fold
+from autoshard.planning.joint import decide_jointly, decision_of, notes_of, staged_of
+from autoshard.planning.plan import Plan
+from autoshard.planning.planner import CHEAPEST, Decision, Narrow, Saving, apply, decide, record, save
+from autoshard.planning.saving import NOTHING
+from autoshard.planning.staging import Allowed, Staged
+from autoshard.predict import describe, predict
+from autoshard.program import Program
+from autoshard.schedule import SCHEDULES, Schedule
+from autoshard.solvers.exact import StagedSolution
+from autoshard.solvers.folded import solve_folded
+
+SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
+"""What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``."""
+
+AMPLE = 2.0**50
+"""Bytes that any plan fits in."""
+
+BLOCKS = 4
+"""Blocks for each stage, from which on it is enough to cut the pipeline between them."""
+
+
+def default_schedule(mesh: Mesh) -> Schedule:
+    return SCHEDULES["1F1B" if mesh.pipeline > 1 else "none"]
+
+
+class Cuts:
+    """A canonical program of the whole batch, and the programs of one micro-batch, each made when first asked for."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self._made: dict[int, Program] = {}
+
+    def of(self, m: int, mesh: Mesh) -> Program:
+        """Raises PlanError if the batch can't be cut so."""
+        if m not in self._made:
+            self._made[m] = passes.run("microbatch", self.program, m).program
+        return replace(self._made[m], mesh=mesh)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program to be planned, cut into ``m`` micro-batches."""
+
+    captured: Captured
+    cuts: Cuts
+    title: str
+    mesh: Mesh
+    cluster: Cluster
+    limit: float | None
+    pins: dict
+    saving: Saving
+    schedule: Schedule
+    offload: bool  # of all trained parameters' optimizer state
+    m: int
+    narrow: Narrow | None = None
+
+    @property
+    def cut(self) -> Program:
+        """Of one micro-batch."""
+        return self.cuts.of(self.m, self.mesh)
+
+    def predicted(self, decision: Decision) -> Plan:
+        strategies, stages = record(decision)
+        limit = self.cluster.device.memory if self.limit is None else self.limit
+        program = self.cuts.program
+        known = (self.captured, program, self.title, self.mesh, self.cluster, limit, self.m)
+        plan = describe(*known, strategies, stages, decision.solver, self.schedule.name, self.schedule.chunks)
+        plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
+        if self.offload:
+            plan.offload = sorted(param.name for param in program.params.values() if param.requires_grad)
+        return predict(plan, convert(self.cut, decision), self.cluster)
+
+    def estimate(self) -> float:
+        """About the least seconds of a step, memory aside."""
+        return replace(self, limit=None).decided().solver["objective"]
+
+    def quick(self, solvers=CHEAPEST) -> Plan:
+        """The fastest plan, memory aside, with no more done to save memory than was asked for, or than saves time too.
+
+        ZeRO 2 sends as much as all-reduces do, and divides by data the optimizer's step, and sums of weights that several stages read.
+        """
+        decision = self.decided(solvers)
+        plan = self.predicted(decision)
+        if self.saving.zero is not None or self.mesh.data == 1:
+            return plan
+        cut = replace(decision)
+        save(cut, self.cut, pure_nodes(self.cut), replace(self.saving, zero=2))
+        other = self.predicted(cut)
+        return other if other.step_seconds < (1 - NEAR) * plan.step_seconds else plan
+
+    def drafted(self, solvers=CHEAPEST) -> Plan:
+        """The quick plan, and what it took."""
+        start = time.perf_counter()
+        self.schedule.check(self.m, self.mesh.pipeline, self.schedule.chunks)
+        plan = self.quick(solvers)
+        plan.solver["trace_seconds"] = self.captured.seconds
+        plan.solver["plan_seconds"] = time.perf_counter() - start
+        logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, plan.step_seconds, plan.peak_bytes / 2**30)
+        return plan
+
+    def finished(self, quick: Plan) -> Plan:
+        """The quick plan if it fits, or if no more may be done; else the best that does more to save memory. Raises InfeasibleError."""
+        if not self.saving.open or self.limit is None or quick.peak_bytes <= self.limit:
+            return quick
+        start = time.perf_counter()
+        try:
+            plan = self.joint(quick)
+        except (Irregular, InfeasibleError) as reason:
+            logger("plan").info("no joint plan: %s", reason)
+            plan = self.ladder()
+            if isinstance(reason, InfeasibleError) and plan.peak_bytes > self.limit:
+                raise
+        logger("plan").info("%d micro-batches, made to fit: %.4g s a step", self.m, plan.step_seconds)
+        plan.solver["trace_seconds"] = self.captured.seconds
+        plan.solver["plan_seconds"] = quick.solver["plan_seconds"] + time.perf_counter() - start
+        return plan
+
+    def decided(self, solvers=CHEAPEST) -> Decision:
+        """What the fastest plan is."""
+        given = (self.cut, self.mesh, self.cluster, pure_nodes, self.limit, self.pins)
+        return decide(*given, solvers=solvers, saving=self.saving, chunks=self.schedule.chunks, narrow=self.narrow)
+
+    def joint(self, quick: Plan) -> Plan:
+        """The fastest plan that fits, over ZeRO levels and recomputation too. Raises Irregular, InfeasibleError."""
+        if self.schedule.chunks > 1:
+            raise Irregular("a rank holds several stages")
+        transient = [row.memory["transient"] for row in quick.stage_rows]
+        staged = self.staged(self.cut, self.limit, self.saving.modes)
+        return self.made_to_fit(staged, staged.chain, transient)
+
+    def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float]) -> Plan:
+        """The fastest plan that fits, of a problem. chain: of the program. Raises Irregular, InfeasibleError."""
+        found: dict[int, Plan] = {}  # by decision
+
+        def measure(decision: Decision) -> list[float]:
+            plan = found[id(decision)] = self.predicted(decision)
+            return [sum(row.memory.values()) for row in plan.stage_rows]
+
+        decision = decide_jointly(staged, self.cut, chain, transient, measure)
+        return replace(found[id(decision)], solver=decision.solver)
+
+    def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:
+        """The problem of deciding everything about a program of one micro-batch at once. Raises Irregular."""
+        allowed = Allowed(self.saving.levels, modes)
+        given = (self.mesh, self.cluster, pure_nodes(program), limit, self.pins, allowed, self.schedule)
+        return staged_of(program, *given, self.narrow)
+
+    def ladder(self) -> Plan:
+        """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""
+        plans = []
+        for saving in SAVINGS:
+            if self.saving.zero in (None, saving.zero) and self.saving.recompute in (None, saving.recompute):
+                plans.append(replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit))
+        fitting = [plan for plan in plans if plan.peak_bytes <= self.limit]
+        return min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
+
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The fastest way to train a long model, memory aside, in the solver's own numbers: what ``LongTask`` drafts."""
+
+    microbatches: int
+    step_seconds: float
+    peak_bytes: float  # of the fullest rank, as far as the problem knows
+    staged: Staged
+    solution: StagedSolution
+    seconds: float  # that it took
+
+
+@dataclass(frozen=True)
+class LongTask(Task):
+    """A task for a model of many layers: everything is decided at once, on a program with few of them."""
+
+    short: Cuts | None = None
+
+    def drafted(self, solvers=CHEAPEST) -> Outline | Plan:
+        """What is fastest, memory aside."""
+        start = time.perf_counter()
+        self.schedule.check(self.m, self.mesh.pipeline, self.schedule.chunks)
+        try:
+            staged = self.staged(self.short.of(self.m, self.mesh), AMPLE, Saving(0, bool(self.saving.recompute)).modes)
+            if len(staged.problem.chain) < BLOCKS * self.mesh.pipeline:
+                raise Irregular("there are few blocks for so many stages")
+        except Irregular as reason:
+            logger("plan").info("planned op by op: %s", reason)
+            return super().drafted(solvers)
+        solution = solve_folded(staged.problem)
+        found = solution.evaluation
+        logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, found.objective, max(found.memory) / 2**30)
+        return Outline(self.m, found.objective, max(found.memory), staged, solution, time.perf_counter() - start)
+
+    def estimate(self) -> float:
+        return self.drafted().step_seconds
+
+    def finished(self, draft: Outline | Plan) -> Plan:
+        """The plan of an outline if it fits; else the best that does. Raises InfeasibleError."""
+        if isinstance(draft, Plan):
+            return super().finished(draft)
+        start = time.perf_counter()
+        try:
+            plan = self.filled_in(draft)
+        except Irregular as reason:
+            logger("plan").info("planned op by op: %s", reason)
+            return super().finished(super().drafted())
+        plan.solver["trace_seconds"] = self.captured.seconds
+        plan.solver["plan_seconds"] = draft.seconds + time.perf_counter() - start
+        return plan
+
+    def filled_in(self, draft: Outline) -> Plan:
+        """Raises Irregular, InfeasibleError."""
+        limit = AMPLE if self.limit is None else self.limit
+        chain = chain_of(self.cut, fold(self.cut), pure_nodes(self.cut))
+        transient = [0.0] * self.mesh.pipeline
+        if draft.peak_bytes <= limit:
+            decision = decision_of(self.cut, chain, draft.staged, draft.solution.answer)
+            decision.solver = notes_of(draft.solution, draft.solution.bound, draft.staged.problem, len(decision.chosen), draft.seconds)
+            plan = self.predicted(decision)
+            if plan.peak_bytes <= limit:
+                return plan
+            transient = [row.memory["transient"] for row in plan.stage_rows]
+        return self.made_to_fit(self.staged(self.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient)
+
+
+def plan_for(
+    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
+) -> Plan:
+    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
+    given = (captured, Cuts(program), title, mesh, cluster, limit, pins, saving, schedule or default_schedule(mesh), offload, m)
+    task = Task(*given)
+    return task.finished(task.drafted(solvers))
+
+
+def convert(program: Program, decision: Decision) -> Program:
+    """The program with all that was decided written on its nodes, conversions explicit."""
+    placed = passes.run("zero", apply(program, decision), decision.zero)
+    regions = passes.run("checkpoint_regions", passes.run("insert_conversions", placed), decision.regions, decision.kept)
+    return passes.run("bucket_gathers", regions)
