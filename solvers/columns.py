@@ -67,11 +67,11 @@ class Part:
                 uses = [use for use in uses if use.link == HERE or not alone]
                 share = 1.0
             else:
-                share = 1.0 / len(readers[value])
+                share = 1.0 / problem.together(readers[value])
                 if source not in self.outside:
                     self.outside.append(source)
                     reading = set().union(*(readers[v] for v, other in enumerate(problem.values) if other.op == source))
-                    self.shares[source] = 1.0 / len(reading) if problem.ops[source].part == RESIDENT else 0.0
+                    self.shares[source] = 1.0 / problem.together(reading) if problem.ops[source].part == RESIDENT else 0.0
             self.inner.append((value, uses, share))
         self.alone = alone
         self.after = defaultdict(list)  # of a block on its own: value -> its uses by other parts
@@ -165,11 +165,10 @@ class Part:
         return Column(tuple(sorted(chosen.items())), self.amount(chosen, {}), stream)
 
     def amount(self, chosen: Mapping[int, int], beside: Mapping[int, int]) -> Amount | None:
-        """What a block costs, with what it pays beside other parts' choices; None if they don't go together."""
+        """What a block costs but for resident ops, with what it pays beside other parts' choices; None if they don't go together."""
         problem, total = self.problem, NOTHING
         chosen = {op: beside.get(op, strategy) for op, strategy in chosen.items()}
-        resident = [op for op in self.outside if problem.ops[op].part == RESIDENT] if self.alone else []
-        for op in self.own + resident:
+        for op in self.own:
             total = total.plus(problem.ops[op].costs[chosen[op]])
         wanted: dict[int, set[int]] = defaultdict(set)
         for index, readers, _ in self.inner:

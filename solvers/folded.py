@@ -10,6 +10,7 @@ master   n[j, s, c] blocks of segment j (a run of blocks of one part) in stage s
     minimise  sum over s of t[s] + (m - 1) T + G     T >= t[s], G >= o[s];  t[s], o[s], w[s], a[s]: n times the columns', t[s] with sends
     (B) sum_c n[j, s, c] = y[j, s]     sum_s y[j, s] = blocks of segment j     segments lie in stages in order, every stage has a block
     (M) reserve[s] + w[s] + in_flight[s] a[s] + P[s] <= limit;  P[s] >= peak of every column of stage s
+    (R) v[r, k] says which strategy k a resident op r has: no n but of columns that suppose that; stages that read it pay for it
     (S) blocks of one part leave what the next block reads in one placement (their *stream*), so that any column may follow any other
 
 From above: the master over the columns, n whole. From below: the master in which (t, o, w, a) of y blocks may be anything that no cut
@@ -21,9 +22,9 @@ The bound leaves out what crosses from one part to another: conversions there ar
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
-from itertools import groupby, islice, product
+from itertools import groupby
 
 from .columns import Part
 from .exact import StagedSolution
@@ -33,8 +34,8 @@ from .problem import Infeasible, OutOfTime
 from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged
 
 _ROUNDS = 12
+_ATTEMPTS = 3  # to find an answer that fits, in a round
 _LITTLE = 1e-4  # of the objective: a round that gains less is the last
-_COMBINATIONS = 32  # of choices for ops that several parts read, tried for one answer
 
 
 class OutOfMemory(Infeasible):
@@ -79,6 +80,7 @@ class _Search:
                 parts[part] = Part(problem, part)
         self.parts = parts
         self.bound, self.scale = 0.0, 1.0
+        self.unseen = [0.0] * problem.stages  # bytes that the master from above did not see
         self.best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
 
     def left(self) -> float:
@@ -106,8 +108,7 @@ class _Search:
             if found is None:
                 raise self.out_of_memory()
             self.bound = max(self.bound, (found.bound + below.offset) / self.scale)
-            above = self.master(below=False)
-            self.answer(above, above.lp.solve(time_limit=self.left(), gap=1e-5))
+            self.answers()
             objective = self.best[0] if self.best else float("inf")
             columns = sum(len(part.columns) for part in self.parts.values())
             self.progress(f"round {number + 1}: {objective:.6g} s, at least {self.bound:.6g} s, {columns} kinds of block")
@@ -122,18 +123,22 @@ class _Search:
         return self.best is not None and self.best[0] - self.bound <= self.gap * self.best[0]
 
     def master(self, below: bool, least: bool = False) -> Master:
-        return Master(self.problem, self.segments, self.parts, self.scale, least, None if below else self.beside())
+        unseen = (0.0,) * self.problem.stages if below else self.unseen
+        return Master(self.problem, self.segments, self.parts, self.scale, least, unseen, None if below else self.beside())
 
     def beside(self) -> dict[int, int]:
-        """A strategy for each op of a part: what most blocks do in the best answer, or else the fastest."""
+        """A strategy for each op: what most blocks do in the best answer, or else what the fastest do."""
         found: dict[int, int] = {}
         for index, part in self.parts.items():
             choices = dict(part.columns[0].choices)
+            found.update({op: choices[op] for op in part.outside if self.problem.ops[op].part == RESIDENT and op not in found})
             if self.best:
                 blocks = self.problem.blocks[index]
                 ways = Counter(tuple(self.best[1].choices[op, block] for op in part.own) for block in blocks)
                 choices = dict(zip(part.own, ways.most_common(1)[0][0]))
             found.update({op: choices[op] for op in part.own})
+        if self.best:
+            found.update({op: k for (op, block), k in self.best[1].choices.items() if block == RESIDENT})
         return found
 
     def start(self) -> None:
@@ -150,14 +155,24 @@ class _Search:
         self.ask({part: [small, between] for part in self.parts})
 
     def ask(self, wanted: dict[int, list[Amount]]) -> bool:
-        """Ask the parts; blocks on their own also for what goes well with the others. Whether anything is new."""
+        """Ask the parts, also for what goes well with the others' choices. Whether anything is new."""
         asked = [self.parts[part].ask(price, self.left()) for part, prices in wanted.items() for price in prices]
         beside = self.beside()
         for index, prices in wanted.items():
-            if self.parts[index].alone:
-                others = {op: k for op, k in beside.items() if self.problem.ops[op].part != index}
-                asked += [self.parts[index].ask(price, self.left(), others) for price in prices]
+            part = self.parts[index]
+            others = {op: k for op, k in beside.items() if op in part.outside and self.problem.ops[op].part == RESIDENT}
+            if part.alone:
+                others.update({op: k for op, k in beside.items() if self.problem.ops[op].part not in (RESIDENT, index)})
+            asked += [part.ask(price, self.left(), pinned) for pinned in (others, *self.elsewhere(part)) if pinned for price in prices]
         return any(asked)
+
+    def elsewhere(self, part: Part) -> list[dict[int, int]]:
+        """Strategies of resident ops that columns of other parts suppose, and none of ``part``'s."""
+        found = []
+        for op in (op for op in part.outside if self.problem.ops[op].part == RESIDENT):
+            supposed = {dict(column.choices)[op] for other in self.parts.values() if op in other.outside for column in other.columns}
+            found += [{op: k} for k in sorted(supposed - {dict(column.choices)[op] for column in part.columns})]
+        return found
 
     def reprice(self, found: LinearAnswer, below: Master) -> bool:
         """Ask every part at the prices of the stages, with the blocks where the bound has them; whether that was new."""
@@ -174,14 +189,25 @@ class _Search:
                 break
         return False
 
-    def answer(self, above: Master, found: LinearAnswer | None) -> None:
+    def answers(self) -> None:
+        """Solve the master from above; where it saw too little memory to be needed, again, with as much more."""
+        for _ in range(_ATTEMPTS):
+            above = self.master(below=False)
+            found = above.lp.solve(time_limit=self.left(), gap=1e-5)
+            if found is None:
+                return
+            evaluation = self.answer(above, found)
+            if not evaluation.violations:
+                return
+            missed = [have - seen for have, seen in zip(evaluation.memory, above.memory(found))]
+            self.unseen = [max(0.0, more) for more in missed]
+
+    def answer(self, above: Master, found: LinearAnswer) -> StagedEvaluation:
         """Read the columns that the master chose, price that answer, and keep it if it is the best."""
-        if found is None:
-            return
         problem, p = self.problem, self.problem.stages
-        choices: dict[tuple[int, int], int] = {}
+        choices = {(op, RESIDENT): 0 for op, resident in enumerate(problem.ops) if resident.part == RESIDENT}
+        choices.update({(op, RESIDENT): k for (op, k), column in above.v.items() if found.values[column] > 0.5})
         sizes = [0] * p
-        resident: dict[int, dict[int, None]] = defaultdict(dict)  # what the columns suppose of ops that are in no part
         for j, segment in enumerate(self.segments):
             block = segment.start
             for s in range(p):
@@ -190,24 +216,18 @@ class _Search:
                         for op, strategy in column.choices:
                             if problem.ops[op].part == segment.part:
                                 choices[op, block] = strategy
-                            elif problem.ops[op].part == RESIDENT:
-                                resident[op][strategy] = None
                         block, sizes[s] = block + 1, sizes[s] + 1
-        first = tuple(sum(sizes[:s]) for s in range(p))
-        for combination in islice(product(*resident.values()), _COMBINATIONS):
-            held = {(op, RESIDENT): strategy for op, strategy in zip(resident, combination)}
-            answer = StagedAnswer(first, choices | held)
-            evaluation = evaluate_staged(problem, answer)
-            if not evaluation.violations and (self.best is None or evaluation.objective < self.best[0]):
-                self.best = evaluation.objective, answer, evaluation
+        answer = StagedAnswer(tuple(sum(sizes[:s]) for s in range(p)), choices)
+        evaluation = evaluate_staged(problem, answer)
+        if not evaluation.violations and (self.best is None or evaluation.objective < self.best[0]):
+            self.best = evaluation.objective, answer, evaluation
+        return evaluation
 
     def out_of_memory(self) -> OutOfMemory:
         """What would be enough, and what is surely needed."""
         below = self.master(below=True, least=True).lp.solve(time_limit=self.left(), gap=1e-4)
         above = self.master(below=False, least=True)
         found = above.lp.solve(time_limit=self.left(), gap=1e-4)
-        limit = self.problem.limit
-        held = zip(self.problem.reserve, above.spent)
-        memory = [reserve / limit + sum(v * found.values[c] for c, v in spent["bytes"].items()) for reserve, spent in held]
+        limit, memory = self.problem.limit, above.memory(found)
         stage = max(range(len(memory)), key=memory.__getitem__)
         return OutOfMemory(limit, found.objective * limit, below.bound * limit, stage, self.problem.stages)

@@ -26,12 +26,13 @@ class Segment:
 class Master:
     """The master program: from below over floors, or from above over columns.
 
-    y: column of each (segment, stage). n: of each (segment, stage, column of the part), from above.
+    y: column of each (segment, stage). From above, n: of each (segment, stage, column of the part); v: of each (resident op, strategy).
 
+    least: for the least memory, not for time. unseen: bytes of each stage that the columns do not account for.
     beside: from above: a strategy for each op, by which blocks on their own are priced beside other parts. None: from below.
     """
 
-    def __init__(self, problem: StagedProblem, segments: list[Segment], parts: dict[int, Part], scale: float, least: bool, beside):
+    def __init__(self, problem: StagedProblem, segments: list[Segment], parts: dict[int, Part], scale: float, least: bool, unseen, beside):
         self.problem, self.segments, self.parts, self.scale, self.least = problem, segments, parts, scale, least
         self.lp = lp = LinearProgram()
         p = problem.stages
@@ -39,6 +40,7 @@ class Master:
         self.spent = [{name: {} for name in ("seconds", "once", "bytes")} for _ in range(p)]
         self.y = {(j, s): lp.column(upper=segment.count, integer=True) for j, segment in enumerate(segments) for s in range(p)}
         self.n: dict[tuple[int, int, int], int] = {}
+        self.v: dict[tuple[int, int], int] = {}
         self._order()
         self.peaks = [lp.column() for _ in range(p)]
         for s, peak in enumerate(self.peaks):
@@ -56,7 +58,8 @@ class Master:
             self.time_rows.append(lp.row({slowest: 1.0, **{c: -v for c, v in spent["seconds"].items()}}, cuts * cut))
             self.once_rows.append(lp.row({once: 1.0, **{c: -v for c, v in spent["once"].items()}}, 0.0))
             room, whole = ({excess: -1.0}, 0.0) if least else ({}, 1.0 + SLACK)
-            self.memory_rows.append(lp.row({**spent["bytes"], **room}, upper=whole - problem.reserve[s] / problem.limit))  # (M)
+            reserved = (problem.reserve[s] + unseen[s]) / problem.limit
+            self.memory_rows.append(lp.row({**spent["bytes"], **room}, upper=whole - reserved))  # (M)
         self.offset = 2 * (p - 1) * cut * clock
 
     def _order(self) -> None:
@@ -121,6 +124,44 @@ class Master:
                 if (segment.part, column.stream) in u:
                     lp.row({at: 1.0, u[segment.part, column.stream]: -float(segment.count)}, upper=0.0)
             lp.row({**terms, y: -1.0}, 0.0, 0.0)  # (B)
+        self._residents(clock)
+
+    def _residents(self, clock: float) -> None:
+        """(R) One strategy for each resident op, paid for in every stage that reads it."""
+        lp, problem = self.lp, self.problem
+        for op, resident in enumerate(problem.ops):
+            reading = [j for j, segment in enumerate(self.segments) if op in self.parts[segment.part].outside]
+            if resident.part != RESIDENT or not reading:
+                continue
+            held = [lp.column(upper=1.0, integer=True) for _ in resident.costs]
+            self.v.update({(op, k): column for k, column in enumerate(held)})
+            lp.row(dict.fromkeys(held, 1.0), 1.0, 1.0)
+            for j in reading:
+                supposing: dict[int, dict[int, float]] = {k: {} for k in range(len(held))}
+                for c, column in enumerate(self.parts[self.segments[j].part].columns):
+                    terms = supposing[dict(column.choices)[op]]
+                    terms.update({self.n[j, s, c]: 1.0 for s in range(problem.stages) if (j, s, c) in self.n})
+                for k, terms in supposing.items():
+                    lp.row({**terms, held[k]: -float(self.segments[j].count)}, upper=0.0)
+            if any(any(cost) for cost in resident.costs):
+                self._hold(op, held, reading, clock)
+
+    def _hold(self, op: int, held: list[int], reading: list[int], clock: float) -> None:
+        lp = self.lp
+        for s in range(self.problem.stages):
+            here = [lp.column(cost=clock * cost.seconds * self.scale, upper=1.0) for cost in self.problem.ops[op].costs]
+            used = lp.column(upper=1.0, integer=True)
+            lp.row({**dict.fromkeys(here, 1.0), used: -1.0}, 0.0, 0.0)
+            for cost, mine, column in zip(self.problem.ops[op].costs, here, held):
+                lp.row({mine: 1.0, column: -1.0}, upper=0.0)
+                self._spend(s, mine, cost)
+            for j in reading:
+                lp.row({used: float(self.segments[j].count), self.y[j, s]: -1.0}, 0.0)
+
+    def memory(self, found: LinearAnswer) -> list[float]:
+        """Bytes of each stage, as far as the program sees them."""
+        limit, held = self.problem.limit, zip(self.problem.reserve, self.spent)
+        return [reserve + limit * sum(v * found.values[c] for c, v in spent["bytes"].items()) for reserve, spent in held]
 
     def fix(self, y: dict[tuple[int, int], float]) -> None:
         for key, column in self.y.items():

@@ -15,7 +15,9 @@ every stage that reads them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -147,6 +149,12 @@ class StagedProblem:
     def nth(self, op: int, blocks: np.ndarray) -> np.ndarray:
         """Where ``blocks`` stand among the homes of op."""
         return np.searchsorted(self.homes(op), blocks)
+
+    def together(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks``, at most, one stage can hold: the other stages have a block each."""
+        blocks = sorted(blocks)
+        longest = len(self.chain) - self.stages + 1
+        return max(bisect_left(blocks, start + longest) - i for i, start in enumerate(blocks))
 
     def links(self, use: StagedUse) -> list[tuple[int, int]]:
         """(block of the producer, block of the user) of every instance of a use."""

@@ -182,3 +182,29 @@ def test_folded_layers(start):
         assert found.bound <= exact.objective + handed_over(problem)
         worse.append(found.objective / exact.objective - 1)
     assert answers > 5 and sum(worse) / len(worse) < 0.05 and sorted(worse)[len(worse) // 2] < 1e-6
+
+
+def tied(limit: float) -> StagedProblem:
+    """A weight of 6 bytes, by rows or by columns, that the first and the last of four blocks read: both of two stages hold it.
+
+    The first block is fastest with rows (1 s, with columns 3), the last one with columns; a conversion saves another 9 bytes.
+    """
+    moves = {(0, 1): Amount(saved=9.0), (1, 0): Amount(saved=9.0)}
+    ops = (
+        StagedOp("weight", (Amount(state=6.0), Amount(state=6.0)), RESIDENT),
+        StagedOp("first", (Amount(1.0), Amount(3.0)), 0),
+        StagedOp("layer", (Amount(2.0, state=1.0),), 1),
+        StagedOp("last", (Amount(3.0), Amount(1.0)), 2),
+    )
+    values = (StagedValue("weight", 0, (0, 1), moves, {}), StagedValue("x", 2, (0,), {}, {}))
+    uses = (StagedUse(0, 1, (0, 1)), StagedUse(0, 3, (0, 1)), StagedUse(1, 2, (0,), NEXT), StagedUse(1, 3, (0, 0), FIRST))
+    return StagedProblem(ops, values, uses, (0, 1, 1, 2), (True,) * 3, (2, 1), 3, limit)
+
+
+@pytest.mark.parametrize("limit", [30.0, 10.0])
+def test_parts_agree_on_a_weight_that_both_read(limit):
+    """Where there is room either could convert it; where there is not, one of the two takes it as it is fastest for the other."""
+    found, best = solve_folded(tied(limit)), brute_staged(tied(limit))[1]
+    assert found.objective == pytest.approx(best) and found.bound <= best * (1 + 1e-9)
+    with pytest.raises(OutOfMemory):
+        solve_folded(tied(6.5))
