@@ -6,8 +6,9 @@ Each in one file of its own: the functional collectives (``runtime/collectives.p
 """
 
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module as graph_module
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_graph_modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeTensorMode", "TorchDispatchMode", "lazy_graph_modules", "pytree"]
+__all__ = ["FakeTensorMode", "TorchDispatchMode", "graph_module", "lazy_graph_modules", "pytree"]

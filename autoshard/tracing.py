@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.fx.proxy
 from torch import nn
+from torch.export import exported_program
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint
 
 from autoshard.autocast import autocast_marked
 from autoshard.errors import CaptureError
-from autoshard.torch_private import FakeTensorMode, lazy_graph_modules
-from autoshard.trace_errors import users_frame
+from autoshard.torch_private import FakeTensorMode, graph_module, lazy_graph_modules
+from autoshard.trace_errors import OURS, users_frame
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export")
 """Loggers that print graphs and tracebacks for errors which become a CaptureError."""
@@ -36,8 +38,8 @@ def tracing(model: nn.Module, mode: FakeTensorMode | None) -> Iterator[None]:
         stack.enter_context(custom_gradients())
         stack.enter_context(autograd_inside())
         stack.enter_context(autocast_marked())
-        # the exporter rewrites one graph several times: no code is generated for a graph that nobody runs (torch 2.13)
-        stack.enter_context(lazy_graph_modules(True))
+        stack.enter_context(users_lines())
+        stack.enter_context(no_code())
         if mode is not None:
             off_meta(model, mode)
         yield
@@ -77,6 +79,47 @@ def few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+class UsersLine:
+    """In place of torch's CapturedTraceback, for nodes: the innermost frame of a forward of the user's, or of a library that is not torch.
+
+    torch looks up the text of every frame, some eighty for every node, and keeps those of forwards (torch 2.13).
+    """
+
+    def __init__(self):
+        frame = sys._getframe(1)
+        while frame is not None and (frame.f_code.co_name != "forward" or frame.f_code.co_filename.startswith(OURS)):
+            frame = frame.f_back
+        self.frames = [] if frame is None else [traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, "forward")]
+
+    extract = classmethod(lambda cls: cls())
+
+    def summary(self) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list(self.frames)
+
+
+@contextlib.contextmanager
+def users_lines() -> Iterator[None]:
+    """The stack trace of a node is the user's line alone."""
+    original = torch.fx.proxy.CapturedTraceback
+    torch.fx.proxy.CapturedTraceback = UsersLine
+    try:
+        yield
+    finally:
+        torch.fx.proxy.CapturedTraceback = original
+
+
+@contextlib.contextmanager
+def no_code() -> Iterator[None]:
+    """The exporter rewrites one graph several times: no code is generated for a graph that nobody runs (torch 2.13)."""
+    original = exported_program._create_graph_module_for_export
+    exported_program._create_graph_module_for_export = graph_module
+    try:
+        with lazy_graph_modules(True):
+            yield
+    finally:
+        exported_program._create_graph_module_for_export = original
 
 
 @contextlib.contextmanager

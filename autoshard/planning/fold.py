@@ -101,17 +101,40 @@ def best_repeat(graph: Encoded, free: np.ndarray) -> Layers | None:
 
 
 def candidate_runs(kinds: np.ndarray, free: np.ndarray) -> list[tuple[int, int, int]]:
-    """(start, length, period) of every maximal run of free ops whose kinds repeat with a period, at least two periods long."""
-    runs = []
-    for period in range(1, len(kinds) // 2 + 1):
-        equal = (kinds[:-period] == kinds[period:]) & free[:-period] & free[period:]
-        if np.count_nonzero(equal) < period:
-            continue
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.view(np.int8), [0]))))
-        for begin, end in zip(edges[::2], edges[1::2]):
-            if end - begin >= period and free[begin : end + period].all():
-                runs.append((int(begin), int(end - begin + period), period))
-    return runs
+    """(start, length, period) of every maximal run of free ops whose kinds repeat with a period, at least two periods long.
+
+    Such a run has two multiples of its period one period apart, and is found from these: it reaches as far back and forth as what is
+    there is the same. There are n log n pairs of multiples, and most differ at once.
+    """
+    count = len(kinds)
+    apart = np.where(free, kinds, -1 - np.arange(count))  # what is not free is like nothing else
+    periods = np.arange(1, count // 2 + 1)
+    pairs = (count - 1) // periods
+    period = np.repeat(periods, pairs)
+    at = period * (np.arange(len(period)) - np.repeat(np.cumsum(pairs) - pairs, pairs))
+    alike = apart[at] == apart[at + period]
+    at, period = at[alike], period[alike]
+    names = windows(apart)
+    back, forth = at.copy(), at.copy()  # the first place, and the one behind the last, that equals the one a period on
+    for size, name in reversed(names):
+        whole = forth + period + size <= count
+        forth[whole] += size * (name[forth[whole]] == name[forth[whole] + period[whole]])
+        whole = back >= size
+        back[whole] -= size * (name[back[whole] - size] == name[back[whole] - size + period[whole]])
+    long = forth - back >= period
+    runs = np.unique(np.stack([back, forth - back + period, period], axis=1)[long], axis=0)
+    return [tuple(run) for run in runs.tolist()]
+
+
+def windows(values: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(size, name of the window that starts at each place) for windows of 1, 2, 4, ... values; equal windows have one name."""
+    size, name = 1, np.unique(values, return_inverse=True)[1]
+    found = [(size, name)]
+    while 2 * size <= len(values):
+        name = np.unique(name[: len(name) - size] * len(values) + name[size:], return_inverse=True)[1]
+        size *= 2
+        found.append((size, name))
+    return found
 
 
 def narrowest(graph: Encoded, start: int, length: int, period: int) -> list[int]:
