@@ -227,7 +227,12 @@ def _safe(layout: Layout, axis: int) -> bool:
 
 def step_factor(step: Step, sizes: tuple[int, ...], grad: bool) -> float:
     """Elements that one rank sends for a step, forward and backward (ring algorithm), in units of ``largest`` of ``step.others``."""
-    k, conversion = sizes[step.axis], step.conversion
+    return _factor(step.src.kind, step.dst.kind, sizes[step.axis], grad)
+
+
+@cache
+def _factor(src: str, dst: str, k: int, grad: bool) -> float:
+    conversion = CONVERSIONS[src, dst]
     return bytes_sent(conversion.forward_bytes, 1.0, k) + (bytes_sent(conversion.backward_bytes, 1.0, k) if grad else 0.0)
 
 
@@ -244,26 +249,26 @@ def route(src: Layout, dst: Layout, shape: tuple[int, ...], sizes: tuple[int, ..
     A value without a gradient (``grad=False``) does not tell R from R*. Axes of size 1 need no conversion.
     """
     best: tuple[float, int, tuple[Step, ...]] | None = None
-    for way in _ways(src, dst, sizes, grad):
-        if all([legal(step.after, shape, sizes) for step, _ in way]):
-            cost = sum([factor * largest(shape, step.others, sizes) for step, factor in way])
+    for way in _ways(src, dst, tuple([k > 1 for k in sizes]), grad):
+        if all([legal(step.after, shape, sizes) for step in way]):
+            cost = sum([step_factor(step, sizes, grad) * largest(shape, step.others, sizes) for step in way])
             if best is None or (cost, len(way)) < best[:2]:
-                best = (cost, len(way), tuple(step for step, _ in way))
+                best = (cost, len(way), way)
     return best[2] if best is not None else None
 
 
 @cache
-def _ways(src: Layout, dst: Layout, sizes: tuple[int, ...], grad: bool) -> tuple[tuple[tuple[Step, float], ...], ...]:
-    """All sequences of (step, its ``step_factor``) that lead from ``src`` to ``dst``, for values of any shape."""
+def _ways(src: Layout, dst: Layout, several: tuple[bool, ...], grad: bool) -> tuple[tuple[Step, ...], ...]:
+    """All sequences of steps that lead from ``src`` to ``dst``, for values of any shape. several: whether an axis has several ranks."""
 
-    def plain(p: Placement, k: int) -> Placement:
-        return R if k == 1 or (not grad and p == R_STAR) else p
+    def plain(p: Placement, many: bool) -> Placement:
+        return p if many and (grad or p != R_STAR) else R
 
-    src = tuple(plain(p, k) for p, k in zip(src, sizes))
-    dst = tuple(plain(p, k) for p, k in zip(dst, sizes))
-    found: list[tuple[tuple[Step, float], ...]] = []
+    src = tuple(plain(p, many) for p, many in zip(src, several))
+    dst = tuple(plain(p, many) for p, many in zip(dst, several))
+    found: list[tuple[Step, ...]] = []
 
-    def search(layout: Layout, path: tuple[tuple[Step, float], ...], undone: frozenset[int]):
+    def search(layout: Layout, path: tuple[Step, ...], undone: frozenset[int]):
         if layout == dst:
             found.append(path)
             return
@@ -276,8 +281,7 @@ def _ways(src: Layout, dst: Layout, sizes: tuple[int, ...], grad: bool) -> tuple
                     continue
                 after = layout[:axis] + (target,) + layout[axis + 1 :]
                 if _safe(layout, axis) and _safe(after, axis):
-                    step = Step(axis, layout, after)
-                    search(after, path + ((step, step_factor(step, sizes, grad)),), undone | {axis})
+                    search(after, (*path, Step(axis, layout, after)), undone | {axis})
 
     search(src, (), frozenset())
     return tuple(found)

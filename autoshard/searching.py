@@ -83,15 +83,15 @@ class Wanted:
         """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
         return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
 
-    def on(self, mesh: Mesh) -> Plan:
-        """The best plan for a mesh, over the numbers of micro-batches. Raises PlanError."""
+    def on(self, mesh: Mesh, cutoff: float = float("inf")) -> Plan:
+        """The best plan for a mesh, over the numbers of micro-batches. cutoff: as for ``over_microbatches``. Raises PlanError."""
         tasks: dict[int, Task] = {}
 
         def draft(m: int) -> Plan | Outline:
             tasks[m] = self.task(mesh, m)
             return tasks[m].drafted()
 
-        best = self.over_microbatches(mesh, draft, lambda plan: tasks[plan.microbatches].finished(plan))
+        best = self.over_microbatches(mesh, draft, lambda plan, cutoff: tasks[plan.microbatches].finished(plan, cutoff), cutoff)
         check_memory(best)
         return best
 
@@ -102,67 +102,41 @@ class Wanted:
             return Task(*given)
         return LongTask(*given, short=self.short)
 
-    def over_microbatches(self, mesh: Mesh, draft: Callable[[int], Plan], finish: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+    def over_microbatches(
+        self,
+        mesh: Mesh,
+        draft: Callable[[int], Plan | Outline],
+        finish: Callable[[Plan | Outline, float], Plan] = lambda plan, cutoff: plan,
+        cutoff: float = float("inf"),
+    ) -> Plan:
         """The fastest of the plans for several numbers of micro-batches, of those that fit if one does.
 
         Args:
             draft: the fastest plan for a number of micro-batches, memory aside.
-            finish: makes a draft fit, if it can; it gets no faster by that.
+            finish: makes a draft fit, if it can; it gets no faster by that. It may raise PlanError if nothing that fits takes less than so
+                many seconds.
+            cutoff: seconds of a step; what is slower is of no use.
 
-        Raises PlanError if ``draft`` or ``finish`` always does.
+        Raises PlanError if ``draft`` or ``finish`` always does, or nothing is faster than ``cutoff``.
         """
-        drafts, refused = self._drafts(mesh, draft)
-        best: Plan | None = None
-        planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts
-        for plan in drafts:
-            fits = best is not None and best.peak_bytes <= self.limit
-            if fits and plan.step_seconds >= best.step_seconds:
-                break
-            if plan.microbatches < planned:
-                continue
-            try:
-                found = finish(plan)
-            except PlanError as error:
-                refused = refused if isinstance(refused, InfeasibleError) else error
-                continue
-            planned = plan.microbatches
-            if best is None or self.rank(found) < self.rank(best):
-                best = found
-            elif fits:
-                break
-        if best is None:
-            raise refused
-        return best
-
-    def _drafts(self, mesh: Mesh, draft: Callable[[int], Plan]) -> tuple[list[Plan], PlanError | None]:
-        """The drafts, fastest first; and why some number has none."""
-        drafts: list[Plan] = []
-        refused: PlanError | None = None
-        full = 0  # the most micro-batches that are too large to fit as they are
-
-        def attempt(m: int) -> None:
-            nonlocal full, refused
-            try:
-                drafts.append(draft(m))
-                full = max(full, m) if drafts[-1].peak_bytes > self.limit else full
-            except PlanError as error:
-                full = max(full, m) if isinstance(error, InfeasibleError) else full
-                refused = refused if isinstance(refused, InfeasibleError) else error
-
+        race = _Race(self.limit, draft, finish, cutoff)
         candidates = microbatch_candidates(self.program, mesh, self.microbatches)
         for m in candidates:
-            if m == 1 and len(candidates) > 1 and drafts:  # an idle pipeline, for models whose samples meet before the loss
+            if m == 1 and len(candidates) > 1 and race.drafts:  # an idle pipeline, for models whose samples meet before the loss
                 break
-            if m >= full:  # fewer would be larger still
-                attempt(m)
-        if self.microbatches is None and full and not any(plan.peak_bytes <= self.limit for plan in drafts):
-            for m in larger_microbatches(self.program, mesh, max(candidates)):  # smaller pieces of the batch need less memory
-                attempt(m)
-        return sorted(drafts, key=lambda plan: plan.step_seconds), refused
+            if m >= race.full:  # fewer would be larger still
+                race.draft(m)
+        if self.microbatches is None and race.full and not any(plan.peak_bytes <= self.limit for plan in race.drafts):
+            more = larger_microbatches(self.program, mesh, max(candidates))
+            for m in more[-1:]:
+                race.try_smallest(m)
+            for m in more[:-1]:
+                race.draft(m)
+        return race.winner()
 
     def rank(self, plan: Plan) -> tuple[bool, float]:
         """Smaller is better."""
-        return plan.peak_bytes > self.limit, plan.step_seconds
+        return _rank(plan, self.limit)
 
     def on_any(self, devices: int) -> Plan:
         """The best plan over the meshes of so many devices: those that look best, memory aside, are searched until none can be better."""
@@ -183,7 +157,7 @@ class Wanted:
             if best is not None and estimate >= best.step_seconds:
                 break
             try:
-                plan = self.on(mesh)
+                plan = self.on(mesh, _useful(best))
             except PlanError as error:
                 refused = error
                 continue
@@ -198,3 +172,78 @@ class Wanted:
         """About the least seconds of a step on a mesh, memory aside."""
         m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
         return self.task(mesh, m).estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
+
+
+def _rank(plan: Plan, limit: float) -> tuple[bool, float]:
+    return plan.peak_bytes > limit, plan.step_seconds
+
+
+def _useful(best: Plan | None) -> float:
+    """Seconds that another plan should not take, as predicted and as solvers count, to be better."""
+    return max(best.step_seconds, best.solver.get("objective", 0.0)) if best else float("inf")
+
+
+class _Race:
+    """Plans for several numbers of micro-batches: all are drafted, and only what can still be the best is finished.
+
+    limit: bytes of a rank. draft, finish, cutoff: as for ``over_microbatches``. full: the most micro-batches that are too large to fit as
+    they are.
+    """
+
+    def __init__(self, limit: float, draft, finish, cutoff: float):
+        self.limit, self.make, self.finish, self.cutoff = limit, draft, finish, cutoff
+        self.drafts: list[Plan | Outline] = []
+        self.full = 0
+        self.best: Plan | None = None
+        self.refused: PlanError | None = None
+
+    def draft(self, m: int) -> Plan | Outline | None:
+        try:
+            plan = self.make(m)
+        except PlanError as error:
+            self.full = max(self.full, m) if isinstance(error, InfeasibleError) else self.full
+            self.refuse(error)
+            return None
+        self.drafts.append(plan)
+        if plan.peak_bytes > self.limit:
+            self.full = max(self.full, m)
+        return plan
+
+    def refuse(self, error: PlanError) -> None:
+        self.refused = self.refused if isinstance(self.refused, InfeasibleError) else error
+
+    def try_smallest(self, m: int) -> None:
+        """Finish ``m`` micro-batches first: if those do not fit, no fewer do. Raises InfeasibleError."""
+        plan = self.draft(m)
+        if plan is not None:
+            self.drafts.remove(plan)
+            try:
+                self.best = self.finish(plan, self.cutoff)
+            except InfeasibleError:
+                raise
+            except PlanError as error:
+                self.refuse(error)
+
+    def winner(self) -> Plan:
+        """Raises PlanError."""
+        planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts; nor do they fit if more don't
+        for plan in sorted(self.drafts, key=lambda plan: plan.step_seconds):
+            fits = self.best is not None and self.best.peak_bytes <= self.limit
+            if plan.step_seconds >= (self.best.step_seconds if fits else self.cutoff):
+                break
+            if plan.microbatches < planned:
+                continue
+            try:
+                found = self.finish(plan, min(self.cutoff, _useful(self.best)) if fits else self.cutoff)
+            except PlanError as error:
+                planned = max(planned, plan.microbatches) if isinstance(error, InfeasibleError) else planned
+                self.refuse(error)
+                continue
+            planned = plan.microbatches
+            if self.best is None or _rank(found, self.limit) < _rank(self.best, self.limit):
+                self.best = found
+            elif fits:
+                break
+        if self.best is None:
+            raise self.refused or PlanError(f"no plan takes less than {self.cutoff:.4g} s", hint="another plan is faster")
+        return self.best

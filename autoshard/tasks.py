@@ -116,13 +116,16 @@ class Task:
         logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, plan.step_seconds, plan.peak_bytes / 2**30)
         return plan
 
-    def finished(self, quick: Plan) -> Plan:
-        """The quick plan if it fits, or if no more may be done; else the best that does more to save memory. Raises InfeasibleError."""
+    def finished(self, quick: Plan, cutoff: float = float("inf")) -> Plan:
+        """The quick plan if it fits, or if no more may be done; else the best that does more to save memory.
+
+        cutoff: seconds of a step; what is slower is of no use. Raises InfeasibleError; PlanError if nothing that fits is as fast as that.
+        """
         if not self.saving.open or self.limit is None or quick.peak_bytes <= self.limit:
             return quick
         start = time.perf_counter()
         try:
-            plan = self.joint(quick)
+            plan = self.joint(quick, cutoff)
         except (Irregular, InfeasibleError) as reason:
             logger("plan").info("no joint plan: %s", reason)
             plan = self.ladder()
@@ -138,23 +141,23 @@ class Task:
         given = (self.cut, self.mesh, self.cluster, pure_nodes, self.limit, self.pins)
         return decide(*given, solvers=solvers, saving=self.saving, chunks=self.schedule.chunks, narrow=self.narrow)
 
-    def joint(self, quick: Plan) -> Plan:
+    def joint(self, quick: Plan, cutoff: float) -> Plan:
         """The fastest plan that fits, over ZeRO levels and recomputation too. Raises Irregular, InfeasibleError."""
         if self.schedule.chunks > 1:
             raise Irregular("a rank holds several stages")
         transient = [row.memory["transient"] for row in quick.stage_rows]
         staged = self.staged(self.cut, self.limit, self.saving.modes)
-        return self.made_to_fit(staged, staged.chain, transient)
+        return self.made_to_fit(staged, staged.chain, transient, cutoff)
 
-    def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float]) -> Plan:
-        """The fastest plan that fits, of a problem. chain: of the program. Raises Irregular, InfeasibleError."""
+    def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float], cutoff: float) -> Plan:
+        """The fastest plan that fits, of a problem. chain: of the program. Raises Irregular, InfeasibleError, PlanError."""
         found: dict[int, Plan] = {}  # by decision
 
         def measure(decision: Decision) -> list[float]:
             plan = found[id(decision)] = self.predicted(decision)
             return [sum(row.memory.values()) for row in plan.stage_rows]
 
-        decision = decide_jointly(staged, self.cut, chain, transient, measure)
+        decision = decide_jointly(staged, self.cut, chain, transient, measure, cutoff=cutoff)
         return replace(found[id(decision)], solver=decision.solver)
 
     def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:
@@ -211,22 +214,22 @@ class LongTask(Task):
     def estimate(self) -> float:
         return self.drafted().step_seconds
 
-    def finished(self, draft: Outline | Plan) -> Plan:
-        """The plan of an outline if it fits; else the best that does. Raises InfeasibleError."""
+    def finished(self, draft: Outline | Plan, cutoff: float = float("inf")) -> Plan:
+        """The plan of an outline if it fits; else the best that does."""
         if isinstance(draft, Plan):
-            return super().finished(draft)
+            return super().finished(draft, cutoff)
         start = time.perf_counter()
         try:
-            plan = self.filled_in(draft)
+            plan = self.filled_in(draft, cutoff)
         except Irregular as reason:
             logger("plan").info("planned op by op: %s", reason)
-            return super().finished(super().drafted())
+            return super().finished(super().drafted(), cutoff)
         plan.solver["trace_seconds"] = self.captured.seconds
         plan.solver["plan_seconds"] = draft.seconds + time.perf_counter() - start
         return plan
 
-    def filled_in(self, draft: Outline) -> Plan:
-        """Raises Irregular, InfeasibleError."""
+    def filled_in(self, draft: Outline, cutoff: float) -> Plan:
+        """Raises Irregular, InfeasibleError, PlanError."""
         limit = AMPLE if self.limit is None else self.limit
         chain = chain_of(self.cut, fold(self.cut), pure_nodes(self.cut))
         transient = [0.0] * self.mesh.pipeline
@@ -237,7 +240,7 @@ class LongTask(Task):
             if plan.peak_bytes <= limit:
                 return plan
             transient = [row.memory["transient"] for row in plan.stage_rows]
-        return self.made_to_fit(self.staged(self.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient)
+        return self.made_to_fit(self.staged(self.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient, cutoff)
 
 
 def plan_for(

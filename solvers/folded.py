@@ -47,29 +47,36 @@ class OutOfMemory(Infeasible):
         self.limit, self.least, self.proven, self.stage = limit, least, proven, stage
 
 
+class TooSlow(Infeasible):
+    """No plan is as fast as was asked for."""
+
+
 def solve_folded(
     problem: StagedProblem,
     time_limit: float = 60.0,
     gap: float = 0.005,
     progress: Callable[[str], None] | None = None,
     parts: dict[int, Part] | None = None,
+    cutoff: float = float("inf"),
 ) -> StagedSolution:
     """The best answer found, within ``gap`` of the proven bound if the rounds suffice.
 
     parts: what was learnt from the same problem with another limit or reserve, {} at first; is added to.
+    cutoff: seconds of a step; slower plans are of no use.
 
     Raises:
         ValueError: a boundary of the chain is not legal; ``exact`` handles those.
         OutOfMemory: proven, with the numbers.
+        TooSlow: proven.
     """
     if not all(problem.legal):
         raise ValueError("the chain may be cut between any two blocks")
-    return _Search(problem, time_limit, gap, progress or (lambda text: None), {} if parts is None else parts).run()
+    return _Search(problem, time_limit, gap, progress or (lambda text: None), {} if parts is None else parts, cutoff).run()
 
 
 class _Search:
-    def __init__(self, problem: StagedProblem, time_limit: float, gap: float, progress: Callable[[str], None], parts: dict[int, Part]):
-        self.problem, self.gap, self.progress = problem, gap, progress
+    def __init__(self, problem: StagedProblem, time_limit: float, gap: float, progress, parts: dict[int, Part], cutoff: float):
+        self.problem, self.gap, self.progress, self.cutoff = problem, gap, progress, cutoff
         self.began, self.time_limit = time.perf_counter(), time_limit
         self.segments: list[Segment] = []
         for part, run in groupby(problem.chain):
@@ -108,6 +115,8 @@ class _Search:
             if found is None:
                 raise self.out_of_memory()
             self.bound = max(self.bound, (found.bound + below.offset) / self.scale)
+            if self.bound >= self.cutoff:
+                raise TooSlow(f"no plan takes less than {self.bound:.4g} s")
             self.answers()
             objective = self.best[0] if self.best else float("inf")
             columns = sum(len(part.columns) for part in self.parts.values())

@@ -20,15 +20,15 @@ def searched(seconds: dict[int, float], nbytes: dict[int, float], fitted: dict[i
     one, asked = case("gpt2"), []
 
     def draft(m):
-        return SimpleNamespace(microbatches=m, step_seconds=seconds[m], peak_bytes=nbytes[m])
+        return SimpleNamespace(microbatches=m, step_seconds=seconds[m], peak_bytes=nbytes[m], solver={})
 
-    def finish(plan):
+    def finish(plan, cutoff):
         asked.append(plan.microbatches)
         if plan.peak_bytes <= LIMIT:
             return plan
         if plan.microbatches not in fitted:
             raise InfeasibleError("too large")
-        return SimpleNamespace(microbatches=plan.microbatches, step_seconds=fitted[plan.microbatches], peak_bytes=LIMIT)
+        return SimpleNamespace(microbatches=plan.microbatches, step_seconds=fitted[plan.microbatches], peak_bytes=LIMIT, solver={})
 
     wanted = wanted_of(one.captured, "model", memory=LIMIT)
     try:
@@ -55,10 +55,20 @@ def test_what_need_not_fit_and_is_slower_anyhow_is_not_made_to_fit():
 
 
 def test_what_could_still_be_the_best_is_made_to_fit():
-    """Without a pipeline 1 comes first, and as it does not fit, larger numbers; the second draft is slower, but not once both fit."""
+    """Without a pipeline 1 comes first, and as it does not fit, larger numbers; of these the largest first, which needs the least memory."""
     seconds = {1: 5.0, 2: 1.0, 4: 5.0, 8: 1.5}
     found, asked = searched(seconds, dict.fromkeys(seconds, 200.0), {2: 2.0, 8: 1.6}, Mesh(1, 1, 1))
-    assert found.microbatches == 8 and asked == [2, 8]
+    assert found.microbatches == 8 and asked == [8, 2]
+    found, asked = searched(seconds, dict.fromkeys(seconds, 200.0), {2: 1.2, 8: 1.6}, Mesh(1, 1, 1))
+    assert found.microbatches == 2 and asked == [8, 2]
+
+
+def test_where_the_smallest_pieces_do_not_fit_nothing_does():
+    seconds = {1: 5.0, 2: 1.0, 4: 5.0, 8: 1.5}
+    found, asked = searched(seconds, dict.fromkeys(seconds, 200.0), {2: 2.0}, Mesh(1, 1, 1))
+    assert found is None and asked == [8]
+    found, asked = searched({**seconds, 4: 1.1}, dict.fromkeys(seconds, 200.0), {2: 2.0, 8: 1.6}, Mesh(1, 1, 1))
+    assert found.microbatches == 8 and asked == [8, 2, 4], "4 do not fit, and neither would fewer, had they not been tried"
 
 
 def test_fewer_micro_batches_are_not_drafted_where_more_do_not_fit():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, PlanError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.planning.chain import Chain, Irregular, chain_of
@@ -19,7 +19,7 @@ from autoshard.planning.staging import Allowed, Staged, stage_problem
 from autoshard.program import Program
 from autoshard.schedule import Schedule
 from autoshard.solvers.exact import StagedSolution
-from autoshard.solvers.folded import OutOfMemory, solve_folded
+from autoshard.solvers.folded import OutOfMemory, TooSlow, solve_folded
 from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
 
 _TRIES = 4  # of plans whose memory was estimated badly
@@ -61,6 +61,7 @@ def decide_jointly(
     transient: Sequence[float],
     measure: Callable[[Decision], Sequence[float]],
     time_limit: float = 60.0,
+    cutoff: float = float("inf"),
 ) -> Decision:
     """The fastest decision found that fits, with a proven bound.
 
@@ -69,8 +70,9 @@ def decide_jointly(
         program, chain: of one micro-batch, whole; what is decided is decided for it.
         transient: bytes of each stage that the problem knows nothing of, as a first guess.
         measure: predicted peak bytes of each stage, of a decision.
+        cutoff: seconds of a step; what is slower is of no use.
 
-    Raises InfeasibleError: nothing fits.
+    Raises InfeasibleError: nothing fits. PlanError: nothing that fits is as fast as that.
     """
     start = time.perf_counter()
     mesh, limit = program.mesh, staged.problem.limit
@@ -80,7 +82,11 @@ def decide_jointly(
     for _ in range(_TRIES):
         problem = replace(staged.problem, reserve=reserve)
         try:
-            solution = solve_folded(problem, time_limit, progress=logger("plan").info, parts=parts)
+            solution = solve_folded(problem, time_limit, progress=logger("plan").info, parts=parts, cutoff=cutoff)
+        except TooSlow as error:
+            if best is not None:
+                break
+            raise PlanError(str(error), hint="another plan is faster") from error
         except OutOfMemory as error:
             if best is not None:
                 break
