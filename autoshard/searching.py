@@ -242,8 +242,6 @@ class _Race:
             planned = plan.microbatches
             if self.best is None or _rank(found, self.limit) < _rank(self.best, self.limit):
                 self.best = found
-            elif fits:
-                break
         if self.best is None:
             raise self.refused or PlanError(f"no plan takes less than {self.cutoff:.4g} s", hint="another plan is faster")
         return self.best
