@@ -18,7 +18,7 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.planner import NOTHING, Decision, Saving, save
 from autoshard.schedule import Schedule, schedule_of
 from autoshard.searching import Wanted, wanted_of
-from autoshard.tasks import Task, default_schedule
+from autoshard.tasks import LongTask, Outline, Task, default_schedule
 
 SLACK = 0.98
 """A rank's share of an op is not always a whole share: kernels of pieces skip a little of what the op on one device does."""
@@ -65,6 +65,7 @@ class _Planner:
     progress: Callable[[str], None]
     one_device: float = float("inf")  # seconds of a step on one device, the least that was seen
     decisions: dict[tuple, Decision] = field(default_factory=dict)
+    outlines: dict[tuple[Mesh, int], tuple[LongTask, Outline]] = field(default_factory=dict)  # of one baseline
 
     def row(self, baseline: Baseline) -> Row:
         """The best plan of a baseline: of those that fit, if any does."""
@@ -78,15 +79,19 @@ class _Planner:
             if best and best[0].peak_bytes <= self.wanted.limit:
                 break
             reason = self.search(best, meshes, baseline, savings) or reason
+        if not best and self.outlines:
+            best.append(self.smallest())
         return Row(baseline.name, baseline.what, best[0] if best else None, "" if best else reason)
 
     def search(self, best: list[Plan], meshes: list[Mesh], baseline: Baseline, savings: tuple[Saving, ...]) -> str:
         """Put the best plan over meshes and numbers of micro-batches into ``best``; the first reason why a mesh has none."""
         reason = ""
         candidates = {mesh: microbatch_candidates(self.wanted.program, mesh, self.wanted.microbatches) for mesh in meshes}
+        self.outlines.clear()
         for mesh in sorted(meshes, key=lambda mesh: min(self.share(mesh, m) for m in candidates[mesh])):
+            given = (mesh, partial(self.attempt, best, baseline, savings, mesh), partial(self.finished, mesh), self.known(best))
             try:
-                found = self.wanted.over_microbatches(mesh, partial(self.attempt, best, baseline, savings, mesh))
+                found = self.wanted.over_microbatches(*given)
             except Slower:
                 continue
             except PlanError as error:
@@ -95,15 +100,47 @@ class _Planner:
             best[:] = [min((*best, found), key=self.wanted.rank)]
         return reason
 
-    def attempt(self, best: list[Plan], baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan:
-        """The plan for ``m``. Raises Slower if it can't be faster than the best one, which fits."""
-        known = best[0].step_seconds if best and best[0].peak_bytes <= self.wanted.limit else float("inf")
+    def known(self, best: list[Plan]) -> float:
+        """Seconds of the best plan, if it fits."""
+        return best[0].step_seconds if best and best[0].peak_bytes <= self.wanted.limit else float("inf")
+
+    def attempt(self, best: list[Plan], baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan | Outline:
+        """The plan for ``m``, or its outline. Raises Slower if it can't be faster than the best one, which fits."""
+        known = self.known(best)
         if SLACK * self.one_device * self.share(mesh, m) >= known < float("inf"):
             raise Slower(f"{m} micro-batches on mesh {mesh} are slower than the best")
         self.progress(f"{baseline.name} on {mesh}, {m} micro-batch{'es' * (m > 1)}")
+        tasks = [replace(self.wanted, saving=saving).task(mesh, m, baseline.narrow) for saving in savings]
+        drafts = [(task, self.outlined(task)) for task in tasks if isinstance(task, LongTask)]
+        if drafts and all(isinstance(draft, Outline) for _, draft in drafts):
+            self.outlines[mesh, m] = min(drafts, key=lambda entry: self.wanted.rank(entry[1]))
+            return self.outlines[mesh, m][1]
         found = self.restricted(baseline, savings, mesh, m)
         self.one_device = min(self.one_device, found.one_device_seconds)
         return found
+
+    def outlined(self, task: LongTask) -> Plan | Outline:
+        """The first outline of a baseline is made even if it can't fit: then what it would need."""
+        try:
+            return task.drafted()
+        except InfeasibleError:
+            if not self.outlines:
+                unlimited = replace(task, limit=None)
+                self.outlines[task.mesh, task.m] = unlimited, unlimited.drafted()
+            raise
+
+    def finished(self, mesh: Mesh, draft: Plan | Outline, cutoff: float) -> Plan:
+        """The plan of a draft, as far as its baseline can make it fit."""
+        if isinstance(draft, Plan):
+            return draft
+        found = self.outlines[mesh, draft.microbatches][0].finished(draft, cutoff)
+        self.one_device = min(self.one_device, found.one_device_seconds)
+        return found
+
+    def smallest(self) -> Plan:
+        """What needs the least memory of what was outlined and does not fit."""
+        task, draft = min(self.outlines.values(), key=lambda entry: entry[1].peak_bytes)
+        return replace(replace(task, limit=None).finished(draft), memory_limit=self.wanted.limit)
 
     def share(self, mesh: Mesh, m: int) -> float:
         """The least share of one device's time that a step can take: all work divided by all ranks, and the pipeline's bubble."""

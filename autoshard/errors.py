@@ -41,7 +41,9 @@ class PlanError(AutoshardError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits: memory, or placements that exclude each other."""
+    """No plan fits: memory, or placements that exclude each other. always: whatever the number of micro-batches."""
+
+    always = False
 
 
 class RunError(AutoshardError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from autoshard import passes
@@ -14,10 +13,9 @@ from autoshard.draws import without_keys
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
-from autoshard.planning.abridge import abridged
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import Saving
+from autoshard.planning.planner import Narrow, Saving
 from autoshard.predict import check_memory
 from autoshard.program import Program
 from autoshard.schedule import schedule_of
@@ -73,12 +71,6 @@ class Wanted:
         """The canonical one, of the whole batch."""
         return self.cuts.program
 
-    @cached_property
-    def short(self) -> Cuts | None:
-        """The same of few layers, if the model has many."""
-        program = abridged(self.program)
-        return None if program is None else Cuts(program)
-
     def best(self, mesh: Mesh | int) -> Plan:
         """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
         return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
@@ -95,12 +87,12 @@ class Wanted:
         check_memory(best)
         return best
 
-    def task(self, mesh: Mesh, m: int) -> Task:
+    def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None) -> Task:
+        """narrow: as for ``planner.decide``."""
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
-        given = (self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, self.pins, self.saving, placed, self.offload, m)
-        if self.short is None or self.pins or placed.chunks > 1:
-            return Task(*given)
-        return LongTask(*given, short=self.short)
+        long = self.cuts.short is not None and not self.pins and placed.chunks == 1
+        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, self.offload, m, narrow)
+        return kind(self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, *asked)
 
     def over_microbatches(
         self,
@@ -126,7 +118,7 @@ class Wanted:
                 break
             if m >= race.full:  # fewer would be larger still
                 race.draft(m)
-        if self.microbatches is None and race.full and not any(plan.peak_bytes <= self.limit for plan in race.drafts):
+        if self.microbatches is None and 0 < race.full < float("inf") and not any(plan.peak_bytes <= self.limit for plan in race.drafts):
             more = larger_microbatches(self.program, mesh, max(candidates))
             for m in more[-1:]:
                 race.try_smallest(m)
@@ -187,13 +179,13 @@ class _Race:
     """Plans for several numbers of micro-batches: all are drafted, and only what can still be the best is finished.
 
     limit: bytes of a rank. draft, finish, cutoff: as for ``over_microbatches``. full: the most micro-batches that are too large to fit as
-    they are.
+    they are; infinite if no number can.
     """
 
     def __init__(self, limit: float, draft, finish, cutoff: float):
         self.limit, self.make, self.finish, self.cutoff = limit, draft, finish, cutoff
         self.drafts: list[Plan | Outline] = []
-        self.full = 0
+        self.full: float = 0
         self.best: Plan | None = None
         self.refused: PlanError | None = None
 
@@ -201,7 +193,8 @@ class _Race:
         try:
             plan = self.make(m)
         except PlanError as error:
-            self.full = max(self.full, m) if isinstance(error, InfeasibleError) else self.full
+            if isinstance(error, InfeasibleError):
+                self.full = float("inf") if error.always else max(self.full, m)
             self.refuse(error)
             return None
         self.drafts.append(plan)

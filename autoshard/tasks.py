@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoshard import passes
 from autoshard.capture import Captured
@@ -13,6 +14,7 @@ from autoshard.errors import InfeasibleError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
+from autoshard.planning.abridge import abridged
 from autoshard.planning.chain import Chain, Irregular, chain_of
 from autoshard.planning.comparison import NEAR
 from autoshard.planning.fold import fold
@@ -33,7 +35,7 @@ SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
 AMPLE = 2.0**50
 """Bytes that any plan fits in."""
 
-BLOCKS = 4
+BLOCKS = 2
 """Blocks for each stage, from which on it is enough to cut the pipeline between them."""
 
 
@@ -47,6 +49,12 @@ class Cuts:
     def __init__(self, program: Program):
         self.program = program
         self._made: dict[int, Program] = {}
+
+    @cached_property
+    def short(self) -> Cuts | None:
+        """The same of few layers, if the model has many."""
+        program = abridged(self.program)
+        return None if program is None else Cuts(program)
 
     def of(self, m: int, mesh: Mesh) -> Program:
         """Raises PlanError if the batch can't be cut so."""
@@ -193,26 +201,33 @@ class Outline:
 class LongTask(Task):
     """A task for a model of many layers: everything is decided at once, on a program with few of them."""
 
-    short: Cuts | None = None
-
     def drafted(self, solvers=CHEAPEST) -> Outline | Plan:
         """What is fastest, memory aside."""
-        start = time.perf_counter()
-        self.schedule.check(self.m, self.mesh.pipeline, self.schedule.chunks)
         try:
-            staged = self.staged(self.short.of(self.m, self.mesh), AMPLE, Saving(0, bool(self.saving.recompute)).modes)
-            if len(staged.problem.chain) < BLOCKS * self.mesh.pipeline:
-                raise Irregular("there are few blocks for so many stages")
+            return self.outlined(BLOCKS)
         except Irregular as reason:
             logger("plan").info("planned op by op: %s", reason)
             return super().drafted(solvers)
+
+    def outlined(self, blocks: int) -> Outline:
+        """What is fastest, memory aside, if there are so many blocks for each stage. Raises Irregular, PlanError."""
+        start = time.perf_counter()
+        self.schedule.check(self.m, self.mesh.pipeline, self.schedule.chunks)
+        staged = self.staged(self.cuts.short.of(self.m, self.mesh), AMPLE, Saving(0, bool(self.saving.recompute)).modes)
+        if len(staged.problem.chain) < blocks * self.mesh.pipeline:
+            raise Irregular("there are few blocks for so many stages")
+        if self.limit is not None and staged.problem.least_state > self.limit:
+            raise too_small(staged.problem.least_state, self.limit, self.mesh)
         solution = solve_folded(staged.problem)
         found = solution.evaluation
         logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, found.objective, max(found.memory) / 2**30)
         return Outline(self.m, found.objective, max(found.memory), staged, solution, time.perf_counter() - start)
 
     def estimate(self) -> float:
-        return self.drafted().step_seconds
+        try:
+            return self.outlined(1).step_seconds
+        except Irregular:
+            return super().estimate()
 
     def finished(self, draft: Outline | Plan, cutoff: float = float("inf")) -> Plan:
         """The plan of an outline if it fits; else the best that does."""
@@ -240,7 +255,17 @@ class LongTask(Task):
             if plan.peak_bytes <= limit:
                 return plan
             transient = [row.memory["transient"] for row in plan.stage_rows]
-        return self.made_to_fit(self.staged(self.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient, cutoff)
+        return self.made_to_fit(self.staged(self.cuts.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient, cutoff)
+
+
+def too_small(least: float, limit: float, mesh: Mesh) -> InfeasibleError:
+    error = InfeasibleError(
+        f"nothing fits on mesh {mesh}: weights, gradients and optimizer states alone take {least / 2**30:.3g} GiB of a rank, in the mean "
+        f"over the stages; the limit is {limit / 2**30:.3g} GiB",
+        hint="use more devices along tensor or pipeline",
+    )
+    error.always = True
+    return error
 
 
 def plan_for(

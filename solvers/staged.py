@@ -131,6 +131,11 @@ class StagedProblem:
             found[part].append(block)
         return found
 
+    @property
+    def least_state(self) -> float:
+        """Bytes of state that the fullest stage has at least: the mean over stages of the least that every op can have."""
+        return sum(min(amount.state for amount in op.costs) * len(self.homes(i)) for i, op in enumerate(self.ops)) / self.stages
+
     def homes(self, op: int) -> list[int]:
         """The blocks that op is in: [RESIDENT] for one of no part."""
         part = self.ops[op].part
