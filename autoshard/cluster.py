@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -220,6 +220,12 @@ _A100 = Device(
     bandwidth=2039e9,
     source="NVIDIA A100 80GB SXM datasheet, dense; fp64 on tensor cores. Launch and efficiencies: usual values, not measured",
 )
+_A100_PCIE = replace(
+    _A100,
+    name="A100-PCIE-80GB",
+    bandwidth=1935e9,
+    source="NVIDIA A100 80GB PCIe datasheet, dense; its 300 W may hold it below these peaks. Launch and efficiencies: usual, not measured",
+)
 _H100 = Device(
     name="H100-SXM5-80GB",
     peak={"fp64": 67e12, "fp32": 67e12, "tf32": 494.7e12, "bf16": 989.4e12, "fp16": 989.4e12},
@@ -243,6 +249,8 @@ _CPU = Device(
 _LOOPBACK = Link(0.85e9, 150e-6, 1.0, "indicative: measured, gloo all-reduce of 4 B and of 16 MB between two processes on two cores")
 _NVLINK3 = Link(300e9, 1.9e-6, 0.78, "600 GB/s both ways, A100 datasheet; NCCL's bound is 235 GB/s; latency: NCCL tuning table, ring LL128")
 _NVLINK4 = Link(450e9, 1.9e-6, 0.78, "900 GB/s both ways, H100 datasheet; efficiency as on A100; latency: NCCL tuning table, ring LL128")
+_THROUGH_HOST = Link(31.5e9, 2.5e-6, 0.6, "PCI Express 4.0 x16, per direction, shared: efficiency assumed; latency: NCCL, ring LL128")
+_ETHERNET = Link(3.125e9, 30e-6, 0.9, "25 Gb/s Ethernet, one card a node; latency usual for TCP; efficiency assumed")
 _NETWORK_LATENCY = 4.0e-6  # NCCL tuning table (src/graph/tuning.cc), network, ring LL128
 
 PRESETS: dict[str, Cluster] = {
@@ -258,11 +266,8 @@ PRESETS: dict[str, Cluster] = {
             Link(50e9, _NETWORK_LATENCY, 0.9, "400 Gb/s NDR InfiniBand, one card a GPU, DGX H100 datasheet; efficiency assumed"),
             nics=8, host=_SAPPHIRE,
         ),
-        Cluster(
-            "a100-ethernet", _A100, 8, _NVLINK3,
-            Link(3.125e9, 30e-6, 0.9, "25 Gb/s Ethernet, one card a node; latency usual for TCP; efficiency assumed"),
-            nics=1,
-        ),
+        Cluster("a100-ethernet", _A100, 8, _NVLINK3, _ETHERNET, nics=1),
+        Cluster("a100-pcie-ethernet", _A100_PCIE, 8, _THROUGH_HOST, _ETHERNET, nics=1),
         Cluster(
             "cpu", _CPU, 64, _LOOPBACK, Link(1.25e9, 150e-6, 0.9, "10 Gb/s Ethernet, nominal; latency as on loopback"),
             nics=1, host=Host(Link(11.5e9, 1e-6, 1.0, "the device's own memory"), 11.5e9, "the device's own memory"),

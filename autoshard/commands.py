@@ -284,9 +284,9 @@ def _with_plan(options: dict) -> dict:
         return options
     plan = Plan.load(options["plan"])
     mesh = options.get("mesh", plan.mesh)
-    if mesh != plan.mesh:
+    if not plan.mesh.answers(mesh):
         raise MeshError(f"the plan is for mesh {plan.mesh}, not for {mesh}", hint="leave --mesh out, or make a plan for this mesh")
-    return {**options, "plan": plan, "mesh": mesh}
+    return {**options, "plan": plan, "mesh": plan.mesh}
 
 
 def _progress(text: str):

@@ -62,7 +62,8 @@ def plan(
     Args:
         model: on any device, ``meta`` included; not modified.
         mesh: (data, tensor, pipeline), a dict of these names, or a Mesh; or a number of devices, or "auto" for as many as torchrun started:
-            then the fastest of their meshes whose tensor axis stays within a node.
+            then the fastest of their meshes whose tensor axis stays within a node. Unless a Mesh has an order, the order of its axes over
+            the ranks is what a quick estimate finds best, tensor fastest, then data, on one node.
         example_inputs: the *global* batch: a dict of keyword arguments or a tuple.
         cluster: a preset's name, a TOML file, or a Cluster.
         memory: limit of a rank, bytes or text such as "40GiB"; by default what the cluster's device has.
@@ -113,7 +114,9 @@ def compile(
     if example_inputs is None:
         given = {"plan": plan, "loss_fn": loss_fn, "batch_dims": batch_dims, **options}
         return Deferred(model.training, lambda batch: compile(model, mesh, batch, **given))
-    mesh = plan.mesh if plan is not None and Mesh.wanted(mesh) == plan.mesh.size else Mesh.wanted(mesh)
+    wanted = mesh = Mesh.wanted(mesh)
+    if plan is not None and plan.mesh.answers(wanted):
+        mesh = plan.mesh
     world = start(Mesh(mesh) if isinstance(mesh, int) else mesh)
     precision = options.pop("precision", None)
     if plan is not None and precision not in (None, plan.precision):
@@ -123,7 +126,7 @@ def compile(
     captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision if plan else precision or "fp32")
     if plan is None:
         plan = one_plan_for_all(world, lambda: search(captured, _title(model), mesh, **_defaults(options)))
-    if isinstance(mesh, int):
+    if plan.mesh != mesh and plan.mesh.answers(wanted):
         mesh = plan.mesh
         world = start(mesh)
     return Prepared.of(captured, plan, mesh, example_inputs, options.get("cluster")).sharded(model, world)
@@ -231,8 +234,9 @@ class Prepared:
 
 def rewrite(program: Program, plan: Plan, mesh: Mesh) -> Rewritten:
     """Canonical program and plan -> one program per stage, conversions explicit."""
-    if plan.mesh != mesh:
+    if not plan.mesh.answers(mesh):
         raise PlanError(f"the plan is for mesh {plan.mesh}, not {mesh}", hint="make a plan for this mesh")
+    mesh = plan.mesh
     here = fingerprint(program)
     if plan.fingerprint != here:
         raise PlanError(

@@ -95,6 +95,8 @@ def emit(rank: RankProgram) -> str:
         "class Stage(rt.StageModule):",
         f"    mesh, rank, stage, microbatches = {mesh.shape}, {rank.rank}, {pipeline}, {m}",
     ]
+    if mesh.order:
+        lines.append(f"    order = {mesh.order}")
     if mesh.pipeline > 1 and rank.schedule != StageModule.schedule:
         lines.append(f'    schedule = "{rank.schedule}"')
     names = _attribute_names(rank.params)

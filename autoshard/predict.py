@@ -321,6 +321,7 @@ def describe(
         samples=samples,
         tokens=prod(words[0]) if words else 0,
         memory_limit=limit,
+        node_size=cluster.node_size,
         solver=solver,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autoshard import passes
@@ -13,7 +14,9 @@ from autoshard.draws import without_keys
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import pure_nodes
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
+from autoshard.planning.ordering import Traffic, placements_on
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Narrow, Saving
 from autoshard.predict import check_memory
@@ -77,6 +80,7 @@ class Wanted:
 
     def on(self, mesh: Mesh, cutoff: float = float("inf")) -> Plan:
         """The best plan for a mesh, over the numbers of micro-batches. cutoff: as for ``over_microbatches``. Raises PlanError."""
+        mesh = self.placed(mesh)
         tasks: dict[int, Task] = {}
 
         def draft(m: int) -> Plan | Outline:
@@ -86,6 +90,17 @@ class Wanted:
         best = self.over_microbatches(mesh, draft, lambda plan, cutoff: tasks[plan.microbatches].finished(plan, cutoff), cutoff)
         check_memory(best)
         return best
+
+    def placed(self, mesh: Mesh) -> Mesh:
+        """The mesh, in the order of ranks that looks best if it has none."""
+        placements = placements_on(mesh, self.cluster)
+        if len(placements) == 1:
+            return mesh
+        return self._traffic.best(placements, self.cluster, max(microbatch_candidates(self.program, mesh, self.microbatches)))
+
+    @cached_property
+    def _traffic(self) -> Traffic:
+        return Traffic.of(self.program, pure_nodes(self.program))
 
     def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None) -> Task:
         """narrow: as for ``planner.decide``."""
@@ -136,7 +151,7 @@ class Wanted:
         meshes = Mesh.all(devices, self.cluster.node_size)
         found: list[tuple[float, Mesh]] = []
         refused: PlanError | None = None
-        for mesh in meshes:
+        for mesh in map(self.placed, meshes):
             if batch is not None and batch % mesh.data:
                 continue
             try:

@@ -9,8 +9,10 @@ from test_engine import Case, check_state
 from torch.utils import _pytree as pytree
 from workers import run_on
 
-from autoshard.errors import RunError
+from autoshard.errors import PlanError, RunError
+from autoshard.mesh import ORDER, Mesh
 from autoshard.runtime.checkpoint import load, save
+from autoshard.runtime.launch import open_folder
 
 MODELS = {
     "mlp": {2: [((2, 1, 1), 1), ((1, 2, 1), 1)], 1: [((1, 1, 1), 1)]},
@@ -85,3 +87,61 @@ def test_other_shape_and_no_optimizer(tmp_path):
     sharded.catalogue["up.bias"] = replace(sharded.catalogue["up.bias"], shape=(9,))
     with pytest.raises(RunError, match=r"'up.bias' has shape \(10,\) in the checkpoint; the model's is \(9,\)"):
         load(sharded, None, tmp_path)
+
+
+# --- between meshes whose ranks are counted in another order ----------------------------------------------------------------------------
+
+ORDERS = (("tensor", "pipeline", "data"), None, ("data", "pipeline", "tensor"))
+
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x, target):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return ((x - target) ** 2).mean()
+
+
+def deep():
+    g = torch.Generator().manual_seed(1)
+    return Deep(), {name: torch.randn(8, 8, dtype=torch.float64, generator=g) for name in ("x", "target")}
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def a_step_in_each_order(rank, folder):
+    """A step in each order: equal to as many on one device."""
+    model, batch = deep()
+    steps(model, sgd(model.parameters()), [batch] * len(ORDERS))
+    for i, order in enumerate(ORDERS):
+        sharded, _ = open_folder(f"{folder}/emitted {i}")
+        world, (data, tensor, pipeline) = sharded.world, Mesh(2, 2, 2, order).coords(rank)
+        assert [*world.device_mesh.get_coordinate()] == [pipeline, data, tensor]
+        assert (world.data.group.rank(), world.tensor.group.rank(), world.pipeline.rank()) == (data, tensor, pipeline)
+        optimizer = sharded.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        if i:
+            load(sharded, optimizer, f"{folder}/checkpoint {i - 1}")
+        steps(sharded, optimizer, [batch])
+        save(sharded, optimizer, f"{folder}/checkpoint {i}")
+    for name, tensor in sharded.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-14)
+    return True
+
+
+def test_any_order_to_any_order(tmp_path):
+    from autoshard.compiler import emit_folder, plan
+
+    model, batch = deep()
+    pin = {f"layers.{i}.weight": {"tensor": f"S({i % 2})"} for i in range(4)}
+    for i, order in enumerate(ORDERS):
+        made = plan(model, Mesh(2, 2, 2, order), batch, microbatches=2, pin=pin, zero=2)
+        emit_folder(model, (2, 2, 2), batch, made, tmp_path / f"emitted {i}")
+    with pytest.raises(PlanError, match="for mesh 2,2,2:data,pipeline,tensor, not 2,2,2:pipeline,data,tensor"):
+        emit_folder(model, Mesh(2, 2, 2, ORDER), batch, made, tmp_path / "another")
+    assert run_on(8, a_step_in_each_order, str(tmp_path), timeout=110) == [True] * 8

@@ -118,7 +118,7 @@ def local_world(lockstep: Lockstep, mesh: Mesh, rank: int) -> World:
     groups: dict[tuple[int, ...], LocalGroup] = {}  # one object for one set of ranks: it counts their collectives
 
     def group(*members: tuple[int, int, int]) -> LocalGroup | None:
-        ranks = tuple(mesh.rank(*at) for at in members)
+        ranks = tuple(sorted(mesh.rank(*at) for at in members))  # as torch has them
         return groups.setdefault(ranks, LocalGroup(lockstep, ranks, rank)) if len(ranks) > 1 else None
 
     every_d, every_t, every_p = range(mesh.data), range(mesh.tensor), range(mesh.pipeline)

@@ -125,7 +125,7 @@ def _divide_weights(program: Program, annotated: dict[fx.Node, Annotated], mesh:
     """Over tensor every matmul that reads a weight divides one of its dims, if one can be divided."""
     found = divided = 0
     for node, item in annotated.items():
-        reads = _weights_read(program, node)
+        reads = weights_read(program, node)
         if not reads:
             continue
         cut = tuple(s for s in item.strategies if any(s.choices[TENSOR].operands[i].is_shard for i in reads))
@@ -138,8 +138,8 @@ def _divide_weights(program: Program, annotated: dict[fx.Node, Annotated], mesh:
         raise Unsuited(f"no weight of its matmuls can be divided over {mesh.tensor} ranks")
 
 
-def _weights_read(program: Program, node: fx.Node) -> list[int]:
-    """Positions of the operands of a matmul that are weights, or views of one."""
+def weights_read(program: Program, node: fx.Node) -> list[int]:
+    """Positions of the operands of a matmul that are weights, or views of one; none of any other op."""
     if node.op != "call_function" or not (node.target in matmul.TABLE or str(node.target).removesuffix(".default") in _NAMED):
         return []
     return [i for i, x in enumerate(operands(node)) if _is_weight(program, x) and len(tensors(x.meta["val"])[0].shape) > 1]
@@ -163,7 +163,7 @@ def _stream(program: Program, folding: Folding, annotated: dict[fx.Node, Annotat
     found: dict[Key, Placement | None] = {}
     for layers in folding.layers:
         spans = [ops[start : start + layers.period] for start in layers.starts]
-        if not any(_weights_read(program, node) for node in spans[0]):
+        if not any(weights_read(program, node) for node in spans[0]):
             continue
         for span in spans:
             for key in _crossing(set(span), annotated):

@@ -55,6 +55,7 @@ def _json(row: Row, ours: Row) -> dict:
         "name": row.name,
         "what": row.what,
         "mesh": list(plan.mesh.shape),
+        **({"order": list(plan.mesh.order)} if plan.mesh.order else {}),
         "microbatches": plan.microbatches,
         "step_seconds": plan.step_seconds,
         "samples_per_second": plan.samples / plan.step_seconds,

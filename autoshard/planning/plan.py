@@ -98,6 +98,7 @@ class Plan:
     collectives: list[CollectiveRow] = field(default_factory=list)
     stage_rows: list[StageRow] = field(default_factory=list)
     memory_limit: float = 0.0  # bytes a rank
+    node_size: int = 0  # devices of a node; 0: not known
     step_seconds: float = 0.0
     breakdown: dict[str, float] = field(default_factory=dict)  # seconds of a step: compute, data, tensor, pipeline, bubble
     bubble: float = 0.0  # share of the step that a rank waits for the pipeline, (p-1)/(p-1+m) if stages are equal
@@ -137,6 +138,8 @@ class Plan:
     def to_json(self) -> dict:
         data = asdict(self)
         data["mesh"] = list(self.mesh.shape)
+        if self.mesh.order:
+            data["order"] = list(self.mesh.order)
         return {"format": FORMAT, **data}
 
     @classmethod
@@ -146,7 +149,7 @@ class Plan:
         if version != FORMAT:
             raise PlanError(f"the plan has format {version!r}, this autoshard reads format {FORMAT}", hint="make the plan again")
         try:
-            data["mesh"] = Mesh(*data["mesh"])
+            data["mesh"] = Mesh(*data["mesh"], data.pop("order", None))
             data["ops"] = [OpRow(**row) for row in data["ops"]]
             data["collectives"] = [CollectiveRow(**row) for row in data["collectives"]]
             data["stage_rows"] = [StageRow(**row) for row in data["stage_rows"]]

@@ -62,7 +62,7 @@ def to_json(before: Plan, after: Plan) -> dict:
     for name in DECISIONS:
         old, new = getattr(before, name), getattr(after, name)
         if name == "mesh":
-            old, new = list(old.shape), list(new.shape)
+            old, new = (list(mesh.shape) + list(mesh.order or ()) for mesh in (old, new))
         if isinstance(old, dict) and old != new:
             keys = [key for key in dict.fromkeys([*old, *new]) if old.get(key) != new.get(key)]
             old, new = ({key: table.get(key) for key in keys} for table in (old, new))

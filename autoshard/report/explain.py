@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from autoshard.mesh import AXES, SHARDED_AXES
 from autoshard.planning.plan import CollectiveRow, OpRow, Plan
@@ -36,7 +37,9 @@ def summary(plan: Plan) -> list[Part]:
         f"of {plan.cluster}, estimated {', '.join([f'{duration(plan.step_seconds)} a step', *throughput])}, "
         f"efficiency {plan.efficiency:.2f}"
     )
-    axes = " x ".join(f"{axis} {getattr(plan.mesh, axis)}" for axis in AXES)
+    axes = _times({axis: getattr(plan.mesh, axis) for axis in AXES})
+    near = plan.mesh.within(plan.node_size) if plan.node_size else {}
+    axes += f" (ranks of a node: {_times(near)})" if near else ""
     batch = f"{_plural(plan.samples, 'sample')}" + (f" ({plan.tokens} tokens)" if plan.tokens else "")
     precision = "" if plan.precision == "fp32" else f" {plan.precision} with fp32 masters;"
     detail = f"{axes};{precision} a batch of {batch} in {_plural(plan.microbatches, 'micro-batch', 'es')}"
@@ -44,6 +47,10 @@ def summary(plan: Plan) -> list[Part]:
         detail += f", {plan.schedule} schedule" + (f" with {plan.chunks} stages a rank" if plan.chunks > 1 else "")
     one = f"one such device would take {duration(plan.one_device_seconds)} a step; " if plan.one_device_seconds else ""
     return [Line(head, indent=0), Line(f"{detail}; {one}all times and bytes are estimates")]
+
+
+def _times(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def modules(plan: Plan, every: bool) -> list[Part]:

@@ -60,7 +60,8 @@ def open_folder(folder: str | Path) -> tuple[Sharded, dict[str, dict]]:
     arguments = tuple(Argument(name, tuple(d["shape"]), _dtype(d["dtype"]), d["batch_dim"], d["cast"]) for name, d in described.items())
     rank, _ = rank_and_count()
     # the mesh is the same in all files, so a wrong number of processes is seen before one looks for its own
-    world = open_world(Mesh.of(_load(folder / "rank0.py").mesh))
+    first = _load(folder / "rank0.py")
+    world = open_world(Mesh(*first.mesh, first.order))
     stage = _load(folder / f"rank{rank}.py")(world)
     weights = torch.load(folder / "weights.pt", mmap=True) if (folder / "weights.pt").exists() else None
     by_name = {param.name: param for param, _ in stage.held()}

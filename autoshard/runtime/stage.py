@@ -134,11 +134,12 @@ class StageModule(nn.Module):
     every stage. ``updates`` names the buffers that forward changes; the last stage returns their new values, whole, behind the outputs.
     ``random_keys``: how many keys the random ops of all stages take in a step; 0 if they draw from ``streams``.
 
-    ``stage`` is the place along the pipeline axis. Where ``schedule`` gives a rank several stages, ``parts`` says which, and stands for
-    ``receives``, ``sends`` and ``forward``.
+    ``order`` is that of the mesh, ``stage`` the place along the pipeline axis. Where ``schedule`` gives a rank several stages, ``parts``
+    says which, and stands for ``receives``, ``sends`` and ``forward``.
     """
 
     mesh: tuple[int, int, int] = (1, 1, 1)
+    order: tuple[str, str, str] | None = None
     rank: int = 0
     stage: int = 0
     microbatches: int = 1
@@ -163,10 +164,9 @@ class StageModule(nn.Module):
                 has not all of them, or they lie otherwise there.
         """
         super().__init__()
-        if world.mesh.shape != tuple(self.mesh) or world.rank != self.rank:
-            raise RunError(
-                f"this module is for rank {self.rank} of mesh {Mesh(*self.mesh)}, but runs on rank {world.rank} of mesh {world.mesh}"
-            )
+        mesh = Mesh(*self.mesh, self.order)
+        if world.mesh != mesh or world.rank != self.rank:
+            raise RunError(f"this module is for rank {self.rank} of mesh {mesh}, but runs on rank {world.rank} of mesh {world.mesh}")
         self.world, self.device = world, world.device
         self.data, self.tensor = world.axes
         self.streams = Streams(world.axes, world.stage, world.device, world.common_seed()) if like is None else like.streams

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import MeshError, RunError
 from autoshard.mesh import Mesh
@@ -134,8 +134,9 @@ def _device(device: torch.device | str | None, running: bool) -> torch.device:
 
 def _connect(mesh: Mesh, device: torch.device) -> World:
     rank = dist.get_rank()
-    shape = (mesh.pipeline, mesh.data, mesh.tensor)
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    every_d, every_t, every_p = range(mesh.data), range(mesh.tensor), range(mesh.pipeline)
+    ranks = [[[mesh.rank(d, t, p) for t in every_t] for d in every_d] for p in every_p]
+    device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pipeline", "data", "tensor"))
     data, tensor, _ = mesh.coords(rank)
 
     def group(axis: str) -> dist.ProcessGroup | None:
@@ -143,8 +144,7 @@ def _connect(mesh: Mesh, device: torch.device) -> World:
 
     joint = group("tensor") if mesh.data == 1 else group("data") if mesh.tensor == 1 else None
     if mesh.data > 1 and mesh.tensor > 1:
-        step = mesh.data * mesh.tensor
-        stages = [list(range(stage * step, (stage + 1) * step)) for stage in range(mesh.pipeline)]
+        stages = [sorted(sum(stage, [])) for stage in ranks]
         joint = dist.group.WORLD if mesh.pipeline == 1 else dist.new_subgroups_by_enumeration(stages)[0]
     return World(
         mesh,
