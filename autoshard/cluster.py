@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from math import ceil
 from pathlib import Path
 
 from autoshard.errors import MeshError, PlanError
@@ -48,7 +49,9 @@ class Device:
     peak: dtype ("fp32", "tf32", "bf16", "fp16", "fp64") -> dense FLOP a second. memory: bytes. bandwidth: of its memory, bytes a second.
     launch: seconds that starting one kernel costs. compute_efficiency / memory_efficiency: shares of peak and bandwidth that are attained.
     kind: "gpu", or "cpu", where gloo communicates and Adam updates one parameter after the other.
-    factors: op -> (forward, backward): how many times as long as the roofline says it was measured to take; "optimizer" is Adam's step.
+    factors: op -> (forward, backward): how many times as long as the roofline says it was measured to take. "optimizer" is Adam's step,
+        and what it takes for each parameter beside, in launches; "accumulate" the sum of gradients of micro-batches, backward nothing;
+        "view" any op that runs no kernel, in launches. The last two cost nothing if they are not given.
     """
 
     name: str
@@ -68,6 +71,12 @@ class Device:
         if peak is None:
             peak = self.peak["fp32"] / (2 if dtype == "fp64" else 1)
         return peak * self.compute_efficiency
+
+    @property
+    def view_seconds(self) -> tuple[float, float]:
+        """What an op that runs no kernel costs, forward and backward."""
+        forward, backward = self.factors.get("view", (0.0, 0.0))
+        return forward * self.launch, backward * self.launch
 
     @property
     def memory_rate(self) -> float:
@@ -95,13 +104,16 @@ class Fit:
     """What a collective was measured to take over ``ranks`` processes of one node: ``latency + bytes / bandwidth`` seconds.
 
     kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send". bytes: the value's full size along the axis; of a send, what
-    is sent.
+    is sent. work_latency, work_bandwidth: the same of the processor time of one of the processes, which counts where more processes than
+    cores are at work; None: all the time that it takes.
     """
 
     kind: str
     ranks: int
     latency: float
     bandwidth: float
+    work_latency: float | None = None
+    work_bandwidth: float | None = None
 
 
 @dataclass(frozen=True)
@@ -155,16 +167,20 @@ class Cluster:
         return max(1.0, min(ranks, self.node_size) / self.cores) if self.cores else 1.0
 
     def fit(self, kind: str, ranks: int, mesh: Mesh) -> tuple[float, float] | None:
-        """(seconds, seconds a byte) of a measured collective, not counting that its own processes share processors; None: not measured.
+        """(seconds, seconds a byte) of a measured collective, not counting that processes share processors; None: not measured.
 
-        Of other numbers of ranks the nearest above is taken, or the largest, which grows in proportion.
+        Of other numbers of ranks the nearest above is taken, or the largest, which grows in proportion. In a crowd a process that waits
+        leaves its share to the others, so that what counts is the work.
         """
-        found = sorted((fit.ranks, fit.latency, fit.bandwidth) for fit in self.fits if fit.kind == kind)
+        found = sorted((fit for fit in self.fits if fit.kind == kind), key=lambda fit: fit.ranks)
         if not found or mesh.size > self.node_size:
             return None
-        measured, latency, bandwidth = next((row for row in found if row[0] >= ranks), found[-1])
-        more = max(1.0, ranks / measured) / self.crowding(measured)
-        return latency * more, more / bandwidth
+        fit = next((fit for fit in found if fit.ranks >= ranks), found[-1])
+        more = max(1.0, ranks / fit.ranks)
+        if fit.work_latency and fit.work_bandwidth and self.cores and mesh.size > ceil(self.cores):
+            return fit.work_latency * more, more / fit.work_bandwidth
+        more /= self.crowding(fit.ranks)
+        return fit.latency * more, more / fit.bandwidth
 
     def to_toml(self) -> str:
         """The cluster as a TOML file that ``Cluster.of`` reads back."""
@@ -183,7 +199,8 @@ class Cluster:
         lines += table("intra", self.intra) + table("inter", self.inter)
         lines += table("host", self.host, skip=("link",)) + table("host.link", self.host.link)
         for fit in self.fits:
-            lines += ["", "[[collectives]]", *(f"{f.name} = {json.dumps(getattr(fit, f.name))}" for f in fields(fit))]
+            rows = [(f.name, getattr(fit, f.name)) for f in fields(fit)]
+            lines += ["", "[[collectives]]", *(f"{key} = {json.dumps(value)}" for key, value in rows if value is not None)]
         return "\n".join(lines) + "\n"
 
 
@@ -388,10 +405,12 @@ def _read_toml(path: Path) -> Cluster:
         table = _Table(path, "host.", top.take("host"), "link bandwidth source")
         host = Host(link("host.link", table.take("link")), table.number("bandwidth"), table.text("source", ""))
     cores = top.number("cores") if "cores" in data else None
-    fits = tuple(_fit(_Table(path, "collectives.", row, "kind ranks latency bandwidth")) for row in data.get("collectives", ()))
+    fits = tuple(_fit(_Table(path, "collectives.", row, " ".join(f.name for f in fields(Fit)))) for row in data.get("collectives", ()))
     return Cluster(name, device, node_size, link("intra"), link("inter"), top.number("nics", node_size, whole=True), host, cores, fits)
 
 
 def _fit(table: _Table) -> Fit:
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-    return Fit(table.choice("kind", "", kinds), table.number("ranks", whole=True), table.number("latency"), table.number("bandwidth"))
+    kind, ranks = table.choice("kind", "", kinds), table.number("ranks", whole=True)
+    work = [table.number(key) if key in table.data else None for key in ("work_latency", "work_bandwidth")]
+    return Fit(kind, ranks, table.number("latency"), table.number("bandwidth"), *work)

@@ -17,7 +17,7 @@ from torch import fx
 from autoshard import ops
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, together, weight_sync
-from autoshard.cost.compute import Pricing, offloaded_seconds, optimizer_seconds
+from autoshard.cost.compute import Pricing, accumulation_seconds, offloaded_seconds, optimizer_seconds
 from autoshard.cost.pipeline import StageTime, bubble_share, crowded_seconds, exposed_seconds, in_flight, step_seconds
 from autoshard.cost.rank import step_peak
 from autoshard.errors import InfeasibleError
@@ -193,6 +193,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backwar
         buckets: dict[tuple[int, tuple[str, ...], bool], float] = defaultdict(float)
         names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
         trained = wide = seconds = 0.0
+        tensors = 0
         for node in here:
             param = program.params[node.name]
             layout, zero = stored_layout(node), node.meta.get("zero", 0)
@@ -210,10 +211,14 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backwar
                 else:
                     trained += piece
                     wide += mixed * piece
+                    tensors += 1
                 key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), several(users[node])
                 buckets[key] += held * size
                 names[key].append(param.name)
-        seconds += optimizer_seconds(trained, cluster.device, mixed=wide) if trained else 0.0
+        seconds += optimizer_seconds(trained, cluster.device, mixed=wide, tensors=tensors) if trained else 0.0
+        if buckets:
+            grown = accumulation_seconds(sum(buckets.values()), sum(map(len, names.values())), cluster.device)
+            seconds += (plan.microbatches - 1) * grown
         sums: list[tuple[float, float]] = []  # of gradients, in buckets, as backward fills them
         for (zero, axes, tied), nbytes in buckets.items():
             count = max(1, ceil(nbytes / BUCKET_BYTES))
@@ -292,9 +297,9 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, hid
     }
     plan.breakdown = {name: seconds * crowding for name, seconds in plan.breakdown.items()}
     plan.breakdown["bubble"] = max(0.0, plan.step_seconds - sum(plan.breakdown.values()))
-    trained = sum(prod(q.shape) for q in program.params.values() if q.requires_grad)
+    weights = [prod(q.shape) for q in program.params.values() if q.requires_grad]
     wide = sum(prod(q.shape) for q in program.params.values() if q.master is not None)
-    plan.one_device_seconds = whole_seconds + optimizer_seconds(trained, cluster.device, mixed=wide)
+    plan.one_device_seconds = whole_seconds + optimizer_seconds(sum(weights), cluster.device, mixed=wide, tensors=len(weights))
     plan.efficiency = plan.one_device_seconds / (mesh.size * plan.step_seconds) if plan.step_seconds else 0.0
 
 

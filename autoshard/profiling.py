@@ -4,11 +4,12 @@ Everything is measured as emitted code meets it: ops through autograd, one threa
 functions over gloo. What comes of it are
 
     an op            launch + max(flops / peak, bytes / bandwidth), times a factor of its own for some
-    a collective     latency + bytes / bandwidth, by kind and number of processes
+    a collective     latency + bytes / bandwidth, by kind and number of processes, by the clock and in processor time
     cores            how many processes the machine runs at once as fast as one alone
 
-Lines through small and large sizes are fitted to relative errors, so that small ones count as much. Computing is measured in processor
-time, which other work on the machine does not count in; collectives by the clock, in the best of many runs: noise only adds.
+Lines through small and large sizes are fitted to relative errors, so that small ones count as much. Operands are cold: a step goes over
+all activations and weights of a model before it meets one again, so measurements take turns over as many as no cache holds. What is
+measured in processor time other work on the machine does not count in; by the clock the best of many runs is taken: noise only adds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TextIO
 
@@ -32,7 +34,7 @@ from torch.nn import functional as F
 
 from autoshard.checking.processes import Process, Status, wait_for
 from autoshard.cluster import Cluster, Device, Fit, Host, Link
-from autoshard.cost.compute import op_cost, optimizer_seconds
+from autoshard.cost.compute import accumulation_seconds, op_cost, optimizer_seconds
 from autoshard.placement import R
 from autoshard.program import op_kind
 from autoshard.rules import rule_for
@@ -48,6 +50,9 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 ROWS, SIZES = 512, (64, 256, 768)  # of the matrices: rows of activations, and both sides of a weight
 VALUES = 2**20  # elements of what bandwidth is measured on: no cache of one processor holds three of them
 MESSAGES = (2**10, 2**18, 2**22)  # bytes of what collectives are measured on
+COLD = 2**26  # bytes of operands, of all processes, that measurements take turns over
+TURNS = 32  # at most
+BATCHES = 10  # of runs of a collective
 
 
 def profile(processes: int, progress: TextIO | None = None) -> Cluster:
@@ -69,12 +74,15 @@ def profile(processes: int, progress: TextIO | None = None) -> Cluster:
         alone = _on(1, _alone, folder)
         several = max(1, min(processes, int(processors())))
         say(f"{several} processes side by side")
-        slower = _on(several, _side_by_side, folder) / _on(1, _side_by_side, folder)
+        cores = processors() / max(1.0, _on(several, _side_by_side, folder))
         fits = []
         for n in counts:
             say(f"collectives of {n} processes")
-            fits += [Fit(kind, n, *line(points)) for kind, points in _on(n, _collectives, folder).items()]
-    cores = processors() / max(1.0, slower)
+            for kind, points in _on(n, _collectives, folder).items():
+                work = [(size, seconds) for size, _, seconds in points]
+                # where processes wait for processors, the clock says most of all what else the machine does
+                clock = [(size, seconds) for size, seconds, _ in points] if n <= processors() else [(x, y * n / cores) for x, y in work]
+                fits.append(Fit(kind, n, *line(clock), *line(work)))
     slope = {(fit.kind, fit.ranks): fit for fit in fits}.get(("all_reduce", 2))
     # of two ranks the ring's formula is 2 latencies and bytes / bandwidth
     link = Link(slope.bandwidth, slope.latency / 2, 1.0, "measured, gloo all-reduce of two processes") if slope else Link(1e9, 1e-4)
@@ -121,47 +129,65 @@ def _on(n: int, work: Callable[[Status], object], folder: str):
     return ranks[0].result
 
 
-def work_seconds(run: Callable[[], object]) -> float:
-    """Processor time of one run, in the median of as many as fit."""
-    run()
+def work_seconds(*runs: Callable[[], object]) -> float:
+    """Processor time of one run, in the median of as many as fit. Several take turns, each with operands of its own."""
+    for run in runs:
+        run()
     found: list[float] = []
+    turns = cycle(runs)
     while len(found) < 3 or (sum(found) < SPAN and len(found) < MOST):
+        run = next(turns)
         start = time.thread_time()
         run()
         found.append(time.thread_time() - start)
     return statistics.median(found)
 
 
-def clock_seconds(run: Callable[[], object]) -> float:
-    """The shortest of as many runs as fit; all processes run them together."""
-    run()
-    start = time.perf_counter()
-    run()
-    runs = torch.tensor([int(max(5, min(MOST, SPAN / max(time.perf_counter() - start, 1e-6))))])
-    dist.broadcast(runs, 0)
-    found = []
-    for _ in range(int(runs)):
-        dist.barrier()
-        start = time.perf_counter()
+def group_seconds(*runs: Callable[[], object]) -> tuple[float, float]:
+    """(seconds by the clock, processor time of a process, mean of all) of one of the runs, which all processes do one after another.
+
+    Of several batches the fastest, and the median.
+    """
+    for run in runs:
         run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+    start = time.perf_counter()
+    runs[0]()
+    count = torch.tensor([int(max(2, min(MOST, SPAN / max(time.perf_counter() - start, 1e-6))) / BATCHES) + 1])
+    dist.broadcast(count, 0)
+    clocks, works, turns = [], [], cycle(runs)
+    for _ in range(BATCHES):
+        dist.barrier()
+        start, busy = time.perf_counter(), time.process_time()
+        for run in islice(turns, int(count)):
+            run()
+        spent = torch.tensor([time.perf_counter() - start, time.process_time() - busy], dtype=torch.float64)
+        dist.all_reduce(spent)
+        clock, work = (spent / dist.get_world_size() / count).tolist()
+        clocks.append(clock)
+        works.append(work)
+    return min(clocks), statistics.median(works)
 
 
 def _alone(status: Status) -> Device:
     status("measuring alone")
     a, b = torch.randn(VALUES), torch.randn(VALUES)
+    sums = [lambda a=a, b=b: a + b for a, b in _copies(a, b)]
     device = Device(
         name="alone",
         peak={name: _peak(dtype) for name, dtype in DTYPES.items()},
         memory=1.0,
-        bandwidth=3 * a.nbytes / work_seconds(lambda: a + b),
+        bandwidth=3 * a.nbytes / work_seconds(*sums),
         launch=_launch(),
         compute_efficiency=1.0,
         memory_efficiency=1.0,
         kind="cpu",
     )
-    return replace(device, factors={op_kind(node): _factors(node, device) for node in _samples()} | {"optimizer": _optimizer(device)})
+    factors = {op_kind(node): _factors(node, device) for node in _samples()}
+    added = [lambda a=a, b=b: a.add_(b) for a, b in _copies(a, b)]
+    factors["accumulate"] = work_seconds(*added) / accumulation_seconds(a.nbytes, 1, replace(device, factors={"accumulate": (1, 0)})), 0.0
+    factors["view"] = _views(device)
+    factors["optimizer"] = _optimizer(device)
+    return replace(device, factors=factors)
 
 
 def _samples() -> list[fx.Node]:
@@ -179,6 +205,9 @@ def _samples() -> list[fx.Node]:
     def wide(*shape: int) -> torch.Tensor:
         return torch.randn(shape, requires_grad=True)
 
+    x = wide(2 * ROWS, ROWS // 2)
+    call(aten.linear.default, x, wide(2 * ROWS, ROWS // 2))
+    call(aten.addmm.default, wide(2 * ROWS), x, wide(ROWS // 2, 2 * ROWS))
     x = wide(ROWS, VALUES // ROWS)
     for target in (aten.tanh, aten.gelu, aten.silu, aten.relu, aten.exp, aten.sigmoid):
         call(target.default, x)
@@ -188,7 +217,7 @@ def _samples() -> list[fx.Node]:
     call(aten.softmax.int, x, -1)
     call(aten.cross_entropy_loss.default, x, torch.randint(0, x.shape[1], (ROWS,)), None, 2)
     call(aten.embedding.default, wide(2048, 512), torch.randint(0, 2048, (ROWS,)))
-    call(aten.scaled_dot_product_attention.default, *(wide(4, 4, 256, 64) for _ in range(3)), None, 0.0, True)
+    call(aten.scaled_dot_product_attention.default, *(wide(8, 4, 128, 64) for _ in range(3)), None, 0.0, True)
     return nodes
 
 
@@ -200,24 +229,63 @@ def _factors(node: fx.Node, device: Device) -> tuple[float, float]:
     strategy = Strategy((whole, whole), (nothing,) * len(rule.operands), (nothing,) * len(rule.results))
     cost = op_cost(node, rule, strategy, (1, 1), Cluster("alone", device, 1, Link(1.0, 1.0), Link(1.0, 1.0), 1))
     args = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
+    copies = _copies(*args)
 
-    def forward() -> object:
-        with torch.no_grad():
-            return node.target(*args)
+    @torch.no_grad()
+    def forward(given: tuple) -> None:
+        node.target(*given)
 
-    leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
-    result = node.target(*args)
-    gradient = torch.ones_like(result)
-    backward = work_seconds(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True))
-    return work_seconds(forward) / cost.forward, backward / cost.backward
+    results = [node.target(*given) for given in copies]
+    gradient = torch.ones_like(results[0])
+
+    def backward(result: torch.Tensor, given: tuple) -> None:
+        leaves = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+        torch.autograd.grad(result, leaves, gradient, retain_graph=True)
+
+    return (
+        work_seconds(*(partial(forward, given) for given in copies)) / cost.forward,
+        work_seconds(*(partial(backward, *pair) for pair in zip(results, copies))) / cost.backward,
+    )
+
+
+def _copies(*args: object) -> list[tuple]:
+    """The arguments, with tensors of their own each: ``COLD`` bytes in all, if they are not too small."""
+
+    def copy(x: object) -> object:
+        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    nbytes = sum(x.nbytes for x in args if isinstance(x, torch.Tensor))
+    return [tuple(copy(x) for x in args) for _ in range(1 + min(TURNS, COLD // (nbytes * dist.get_world_size())))]
 
 
 def _optimizer(device: Device) -> tuple[float, float]:
-    """The same of Adam's step; there is no backward."""
-    weight = torch.nn.Parameter(torch.randn(VALUES))
-    weight.grad = torch.randn(VALUES)
-    step = torch.optim.AdamW([weight]).step
-    return work_seconds(step) / optimizer_seconds(VALUES, device), 0.0
+    """The same of Adam's step, beside what each parameter takes, in launches."""
+
+    def step_seconds(elements: int) -> float:
+        weights = [torch.nn.Parameter(x) for (x,) in _copies(torch.randn(elements))]
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        return work_seconds(torch.optim.AdamW(weights).step) / len(weights)
+
+    start = step_seconds(4)
+    return max(0.0, step_seconds(VALUES // 4) - start) / optimizer_seconds(VALUES // 4, device), start / device.launch
+
+
+def _views(device: Device) -> tuple[float, float]:
+    """Launches that a view costs, which runs no kernel."""
+    x = torch.ones(4, requires_grad=True)
+    length = 50
+
+    def forward() -> torch.Tensor:
+        y = x
+        for _ in range(length):
+            y = y.unsqueeze(0).squeeze(0)
+        return y
+
+    y = forward()
+    gradient = torch.ones_like(y)
+    backward = work_seconds(lambda: torch.autograd.grad(y, x, gradient, retain_graph=True))
+    return tuple(seconds / (2 * length * device.launch) for seconds in (work_seconds(forward), backward))
 
 
 def _peak(dtype: torch.dtype) -> float:
@@ -225,7 +293,7 @@ def _peak(dtype: torch.dtype) -> float:
     points = []
     for size in SIZES:
         x, w = torch.randn(ROWS, size, dtype=dtype), torch.randn(4 * size, size, dtype=dtype)
-        points.append((2.0 * ROWS * size * 4 * size, work_seconds(lambda x=x, w=w: F.linear(x, w))))
+        points.append((2.0 * ROWS * size * 4 * size, work_seconds(*(partial(F.linear, *pair) for pair in _copies(x, w)))))
     return line(points)[1]
 
 
@@ -244,42 +312,49 @@ def _launch() -> float:
 
 
 def _side_by_side(status: Status) -> float:
-    """Processor time of some work, arithmetic and memory, while the other processes do the same."""
-    status("measuring side by side")
-    x, w, a = torch.randn(ROWS, 512), torch.randn(2048, 512), torch.randn(VALUES)
+    """How many times as much processor time some work, arithmetic and memory, takes while other processes do the same as alone.
 
-    def run() -> None:
+    Both are measured in turns, so that what else the machine does falls on both.
+    """
+    status("measuring side by side")
+    first, found = dist.get_rank() == 0, []
+
+    def run(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor) -> None:
         F.linear(x, w)
         for _ in range(4):
             a + a
 
-    dist.barrier()
-    mine = torch.tensor([work_seconds(run)])
-    dist.all_reduce(mine)
-    return float(mine) / dist.get_world_size()
+    runs = [partial(run, *given) for given in _copies(torch.randn(ROWS, 512), torch.randn(2048, 512), torch.randn(VALUES))]
+    for _ in range(5):
+        alone = work_seconds(*runs) if first else 0.0
+        dist.barrier()
+        found.append((work_seconds(*runs), alone))
+        dist.barrier()
+    return statistics.median(together / alone for together, alone in found) if first else 0.0
 
 
-def _collectives(status: Status) -> dict[str, list[tuple[float, float]]]:
-    """Kind -> (bytes, seconds): bytes of the whole value along the axis, of a send of the message."""
+def _collectives(status: Status) -> dict[str, list[tuple[float, float, float]]]:
+    """Kind -> (bytes, seconds by the clock, processor time of a process). Bytes of the whole value along the axis, of a send the message.
+
+    Values are cut in dim 1, so that what arrives is put in its place, as of activations and of weights that are gathered together.
+    """
     n, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis("data", n, rank, dist.group.WORLD)
-    found: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[float, float, float]]] = {}
+
+    def measure(kind: str, run: Callable[[torch.Tensor], object], x: torch.Tensor, size: int, times: int = 1) -> None:
+        status(f"measuring {kind}")
+        found.setdefault(kind, []).append((size, *(t / times for t in group_seconds(*(partial(run, *given) for given in _copies(x))))))
+
     for nbytes in MESSAGES:
-        whole = torch.randn(n * 16, max(1, nbytes // (64 * n)))
-        piece = whole[: whole.shape[0] // n].clone()
-        other = whole[:, : max(1, whole.shape[1] // n)].clone()
-        runs = {
-            "all_reduce": lambda x=whole: collectives.all_reduce(x, axis),
-            "all_gather": lambda x=piece, size=whole.shape[0]: collectives.all_gather(x, axis, 0, size),
-            "reduce_scatter": lambda x=whole: collectives.reduce_scatter(x, axis, 0),
-            "all_to_all": lambda x=other, size=other.shape[1] * n: collectives.all_to_all(x, axis, (1, 1), (0, 1), size),
-            "send": lambda x=whole: _there_and_back(x, rank, n),
-        }
-        for kind, run in runs.items():
-            status(f"measuring {kind}")
-            size = other.nbytes * n if kind == "all_to_all" else whole.nbytes
-            seconds = clock_seconds(run) / (2 if kind == "send" else 1)
-            found.setdefault(kind, []).append((size, seconds))
+        whole = torch.randn(32, max(1, nbytes // (128 * n)) * n)
+        width, size = whole.shape[1], whole.nbytes
+        piece = whole[:, : width // n].clone()
+        measure("all_reduce", lambda x: collectives.all_reduce(x, axis), whole, size)
+        measure("all_gather", lambda x, width=width: collectives.all_gather(x, axis, 1, width), piece, size)
+        measure("reduce_scatter", lambda x: collectives.reduce_scatter(x, axis, 1), whole, size)
+        measure("all_to_all", lambda x, width=width: collectives.all_to_all(x, axis, (1, 1), (0, 1), width), piece, size)
+        measure("send", lambda x: _there_and_back(x, rank, n), whole, size, 2)
     return found
 
 

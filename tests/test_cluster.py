@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoshard.cluster import DEFAULT, PRESETS, Cluster, Device, Fit, Link, parse_bytes
@@ -179,7 +181,7 @@ MEASURED = Cluster(
     Link(1e9, 1e-4),
     1,
     cores=2.0,
-    fits=(Fit("all_reduce", 2, 1e-4, 1e9), Fit("all_reduce", 4, 4e-4, 1e9)),
+    fits=(Fit("all_reduce", 2, 1e-4, 1e9, 0.5e-4, 2e9), Fit("all_reduce", 4, 4e-4, 1e9, 2e-4, 4e9)),
 )
 
 
@@ -193,9 +195,18 @@ def test_processes_that_share_processors_crowd_each_other():
 
 
 def test_measured_collectives():
-    """Four processes on two cores were measured crowded, twice as slow as their own work; more ranks than measured grow in proportion."""
+    """Of more processes than cores their work counts, which the crowd makes longer; more ranks than measured grow in proportion."""
     assert MEASURED.fit("all_reduce", 2, Mesh(2)) == pytest.approx((1e-4, 1e-9))
-    assert MEASURED.fit("all_reduce", 3, Mesh(3)) == MEASURED.fit("all_reduce", 4, Mesh(4)) == pytest.approx((2e-4, 0.5e-9))
-    assert MEASURED.fit("all_reduce", 8, Mesh(8)) == pytest.approx((4e-4, 1e-9))
+    assert MEASURED.fit("all_reduce", 2, Mesh(2, 2)) == pytest.approx((0.5e-4, 0.5e-9))
+    assert MEASURED.fit("all_reduce", 3, Mesh(3)) == MEASURED.fit("all_reduce", 4, Mesh(4)) == pytest.approx((2e-4, 0.25e-9))
+    assert MEASURED.fit("all_reduce", 8, Mesh(8)) == pytest.approx((4e-4, 0.5e-9))
     assert MEASURED.fit("all_gather", 2, Mesh(2)) is None
     assert MEASURED.fit("all_reduce", 2, Mesh(16)) is None  # leaves the node
+    by_the_clock = replace(MEASURED, fits=(Fit("all_reduce", 4, 4e-4, 1e9),))
+    assert by_the_clock.fit("all_reduce", 4, Mesh(4)) == pytest.approx((2e-4, 0.5e-9))
+
+
+def test_what_two_processes_were_measured_to_take_has_their_crowding_in_it():
+    slower = replace(MEASURED, cores=1.6)
+    assert slower.crowding(2) == 1.25
+    assert slower.fit("all_reduce", 2, Mesh(2)) == pytest.approx((0.8e-4, 0.8e-9))

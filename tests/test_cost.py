@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+from autoshard import compiler
 from autoshard.cluster import Cluster, Device, Link
 from autoshard.cost import communication, memory, pipeline
-from autoshard.cost.compute import op_cost, op_costs, optimizer_seconds, roofline_seconds, work_share
+from autoshard.cost.compute import accumulation_seconds, op_cost, op_costs, optimizer_seconds, roofline_seconds, work_share
 from autoshard.mesh import Mesh
 from autoshard.placement import CONVERSIONS, R_STAR, P, R, S
 from autoshard.rules.notation import Choice, Comm, OpRule, Strategy, bind, choices, strategies
@@ -464,3 +465,27 @@ def test_measured_factors_multiply():
     assert (factored.forward, factored.backward) == (3 * plain.forward, 2 * plain.backward)
     slow_adam = replace(DEVICE, factors={"optimizer": (5.0, 0.0)})
     assert optimizer_seconds(10, slow_adam) == 5 * optimizer_seconds(10, DEVICE)
+
+
+def test_what_each_parameter_and_each_view_costs_where_it_was_measured():
+    shape = (8, 8)
+    measured = replace(DEVICE, factors={"optimizer": (1.0, 6.0), "accumulate": (0.5, 0.0), "view": (0.4, 0.8)})
+    assert optimizer_seconds(10, measured, tensors=3) == optimizer_seconds(10, DEVICE, tensors=3) + 3 * 6 * 0.5
+    assert accumulation_seconds(10, 2, measured) == pytest.approx(0.5 * (30 / 10 + 2 * 0.5)) and accumulation_seconds(10, 2, DEVICE) == 0
+    node = node_of(aten.reshape.default, shape, result=(64,))
+    rule = bind("a b -> (a b)", [shape], [(64,)])
+    strategy = pick(rule, [shape], [(64,)], (1, 1), "replicate | replicate")
+    clusters = TOY, replace(TOY, name="toy, measured", device=measured)
+    costs = [op_cost(node, rule, strategy, (1, 1), cluster) for cluster in clusters]
+    assert [(cost.forward, cost.backward) for cost in costs] == [(0, 0), (0.2, 0.4)]
+
+
+def test_micro_batches_add_gradients_up():
+    """Three of four add theirs, all parameters, to what is there: 3 values of each go through memory."""
+    model, batch = torch.nn.Linear(4, 4), {"input": torch.randn(8, 4)}
+    seconds = {}
+    for name, factors in (("free", {}), ("measured", {"accumulate": (2.0, 0.0)})):
+        cluster = replace(TOY, name=f"toy, adding is {name}", device=replace(DEVICE, factors=factors))
+        plan = compiler.plan(model, (1, 1, 1), batch, cluster=cluster, microbatches=4, loss_fn=lambda out, inputs: out.sum())
+        seconds[name] = plan.step_seconds
+    assert seconds["measured"] - seconds["free"] == pytest.approx(3 * 2 * (3 * 20 * 4 / 10 + 2 * 0.5))

@@ -54,7 +54,10 @@ def test_profile_measures_every_figure(monkeypatch, tmp_path):
     device = cluster.device
     assert device.kind == "cpu" and 0 < cluster.cores <= profiling.processors()
     assert 1e8 < device.peak["fp32"] < 1e13 and 1e8 < device.bandwidth < 1e12 and 1e-7 < device.launch < 1e-3
-    assert {"tanh", "cross_entropy_loss", "scaled_dot_product_attention", "optimizer"} <= set(device.factors)
+    assert {"linear", "tanh", "cross_entropy_loss", "scaled_dot_product_attention"} <= set(device.factors)
+    assert {"optimizer", "accumulate", "view"} <= set(device.factors)
+    assert all(factor > 0 for op, pair in device.factors.items() for factor in pair[: 1 if op == "accumulate" else 2])
+    assert all(fit.work_latency > 0 and fit.work_bandwidth > 0 for fit in cluster.fits)
     path = tmp_path / "here.toml"
     path.write_text(cluster.to_toml())
     assert Cluster.of(path) == cluster

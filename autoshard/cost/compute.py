@@ -73,14 +73,22 @@ def roofline_seconds(flops: float, nbytes: float, dtype: str, device: Device, ke
     return max(flops / device.flops(dtype), nbytes / device.memory_rate) + kernels * device.launch
 
 
-def optimizer_seconds(elements: float, device: Device, itemsize: int = 4, mixed: float = 0.0) -> float:
-    """Seconds of one Adam step on ``elements`` parameters of a rank; ``itemsize``: of the optimizer's own values.
+def optimizer_seconds(elements: float, device: Device, itemsize: int = 4, mixed: float = 0.0, tensors: int = 1) -> float:
+    """Seconds of one Adam step on ``elements`` of a rank's parameters; ``itemsize``: of the optimizer's own values.
 
     Bound by memory: parameter, gradient and two moments are read, parameter and moments written, 7 values an element: 28 bytes. Of the
     elements in ``mixed`` precision the gradient is made fp32 before (2 bytes read, 4 written), and the master rounded behind (4 and 2).
+    tensors: that they are in, each of which was measured to cost some launches.
     """
     seconds = roofline_seconds(0.0, 7 * itemsize * elements + 12 * mixed, "fp32", device)
-    return seconds * device.factors.get("optimizer", (1.0,))[0]
+    factor, launches = device.factors.get("optimizer", (1.0, 0.0))
+    return seconds * factor + launches * tensors * device.launch
+
+
+def accumulation_seconds(nbytes: float, tensors: int, device: Device) -> float:
+    """Seconds in which gradients of ``nbytes`` in all are added to those of a micro-batch before. 0 where that was not measured."""
+    factor, _ = device.factors.get("accumulate", (0.0, 0.0))
+    return factor * roofline_seconds(0.0, 3 * nbytes, "fp32", device, tensors)
 
 
 def offloaded_seconds(elements: float, itemsize: int, cluster: Cluster) -> float:
@@ -183,7 +191,9 @@ class Pricing:
         """``rule``: as ``rule_for`` gives it. Arguments and result as those of ``op_costs``."""
         kind = op_kind(node)
         if is_getitem(node) or node.op != "call_function" or kind in ALIASES:
-            return [OpCost(0.0, 0.0, 0.0, split_of(s, self.sizes), (), 0.0, 0.0) for s in strategies]
+            forward, backward = self.cluster.device.view_seconds if kind in ALIASES else (0.0, 0.0)
+            backward *= bool(node.meta.get("grad"))
+            return [OpCost(forward, backward, 0.0, split_of(s, self.sizes), (), 0.0, 0.0) for s in strategies]
         read = operands(node)
         stores = [storage_node(x) for x in read for _ in tensors(x.meta["val"])]
         held = tuple([producer.op != "call_function" for producer, _ in stores])
@@ -251,7 +261,7 @@ class _Job:
         flops = self.flops * work_share(self.rule, strategy, self.sizes)
         window = self.kind in WINDOWS
         read = [min(ins[0], sum(outs)), *ins[1:]] if self.kind in GATHERS and ins else ins
-        forward = 0.0 if window else self._seconds(flops, sum(read) + sum(outs), 1)
+        forward = self.device.view_seconds[0] if window else self._seconds(flops, sum(read) + sum(outs), 1)
         gradients = [i for i, v in enumerate(self.inputs) if v.grad] if self.grad else []
         incoming = sum(b for b, v in zip(outs, self.results) if v.grad)
         outgoing = sum(ins[i] for i in gradients)

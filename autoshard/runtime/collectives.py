@@ -121,11 +121,14 @@ def reduce_scatter_together(xs: Sequence[torch.Tensor], cuts: Sequence[Cut], axi
     rows = [
         [_narrow(x, dim, blocks, rank * w[0], w[0]) for x, (dim, blocks, _), w in zip(padded, cuts, widths)] for rank in range(axis.size)
     ]
-    sent = torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+    room = [part.numel() for part in rows[0]]
+    sent = xs[0].new_empty((axis.size, sum(room)))
+    places = [place.view(part.shape) for row, line in zip(rows, sent) for part, place in zip(row, line.split(room))]
+    torch._foreach_copy_(places, [part for row in rows for part in row])
     mine = sent.new_empty((1, sent.shape[1]))
     if sent.shape[1]:
         start_reduce_scatter(mine, sent, axis).wait()
-    parts = mine[0].split([part.numel() for part in rows[0]])
+    parts = mine[0].split(room)
     return [
         _narrow(flat.view(part.shape), dim, blocks, 0, w[axis.index]).clone(memory_format=torch.contiguous_format)
         for flat, part, (dim, blocks, _), w in zip(parts, rows[0], cuts, widths)
