@@ -178,7 +178,11 @@ class Wanted:
     def _estimate(self, mesh: Mesh) -> float:
         """About the least seconds of a step on a mesh, memory aside."""
         m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
-        return self.task(mesh, m).estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
+        task = self.task(mesh, m)
+        if not isinstance(task, LongTask):
+            return task.estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
+        more = [] if self.microbatches else larger_microbatches(self.program, mesh, m)[-1:]
+        return min(each.estimate() for each in (task, *(self.task(mesh, m) for m in more)))
 
 
 def _rank(plan: Plan, limit: float) -> tuple[bool, float]:
@@ -234,7 +238,7 @@ class _Race:
 
     def winner(self) -> Plan:
         """Raises PlanError."""
-        planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts; nor do they fit if more don't
+        planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts
         for plan in sorted(self.drafts, key=lambda plan: plan.step_seconds):
             fits = self.best is not None and self.best.peak_bytes <= self.limit
             if plan.step_seconds >= (self.best.step_seconds if fits else self.cutoff):
@@ -244,7 +248,7 @@ class _Race:
             try:
                 found = self.finish(plan, min(self.cutoff, _useful(self.best)) if fits else self.cutoff)
             except PlanError as error:
-                planned = max(planned, plan.microbatches) if isinstance(error, InfeasibleError) else planned
+                planned = max(planned, plan.microbatches)
                 self.refuse(error)
                 continue
             planned = plan.microbatches

@@ -26,8 +26,9 @@ from autoshard.planning.staging import Allowed, Staged
 from autoshard.predict import describe, predict
 from autoshard.program import Program
 from autoshard.schedule import SCHEDULES, Schedule
-from autoshard.solvers.exact import StagedSolution
+from autoshard.solvers.fastest import fastest
 from autoshard.solvers.folded import solve_folded
+from autoshard.solvers.problem import Infeasible
 
 SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
 """What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``."""
@@ -187,13 +188,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Outline:
-    """The fastest way to train a long model, memory aside, in the solver's own numbers: what ``LongTask`` drafts."""
+    """About the fastest way to train a long model, memory aside, in the solver's own numbers: what ``LongTask`` drafts."""
 
     microbatches: int
     step_seconds: float
     peak_bytes: float  # of the fullest rank, as far as the problem knows
     staged: Staged
-    solution: StagedSolution
     seconds: float  # that it took
 
 
@@ -218,10 +218,12 @@ class LongTask(Task):
             raise Irregular("there are few blocks for so many stages")
         if self.limit is not None and staged.problem.least_state > self.limit:
             raise too_small(staged.problem.least_state, self.limit, self.mesh)
-        solution = solve_folded(staged.problem)
-        found = solution.evaluation
+        try:
+            _, found = fastest(staged.problem)
+        except Infeasible as error:
+            raise Irregular(str(error)) from error
         logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, found.objective, max(found.memory) / 2**30)
-        return Outline(self.m, found.objective, max(found.memory), staged, solution, time.perf_counter() - start)
+        return Outline(self.m, found.objective, max(found.memory), staged, time.perf_counter() - start)
 
     def estimate(self) -> float:
         try:
@@ -249,8 +251,10 @@ class LongTask(Task):
         chain = chain_of(self.cut, fold(self.cut), pure_nodes(self.cut))
         transient = [0.0] * self.mesh.pipeline
         if draft.peak_bytes <= limit:
-            decision = decision_of(self.cut, chain, draft.staged, draft.solution.answer)
-            decision.solver = notes_of(draft.solution, draft.solution.bound, draft.staged.problem, len(decision.chosen), draft.seconds)
+            solution = solve_folded(draft.staged.problem, progress=logger("plan").info)
+            decision = decision_of(self.cut, chain, draft.staged, solution.answer)
+            seconds = draft.seconds + solution.seconds
+            decision.solver = notes_of(solution, solution.bound, draft.staged.problem, len(decision.chosen), seconds)
             plan = self.predicted(decision)
             if plan.peak_bytes <= limit:
                 return plan
