@@ -74,6 +74,14 @@ def solve_folded(
     return _Search(problem, time_limit, gap, progress or (lambda text: None), {} if parts is None else parts, cutoff).run()
 
 
+def proven(problem: StagedProblem, parts: dict[int, Part], time_limit: float = 60.0) -> float:
+    """Seconds that no answer is faster than, by what is known of the parts from a solution with whatever limit and reserve."""
+    search = _Search(problem, time_limit, 0.0, lambda text: None, parts, float("inf"))
+    search.start()
+    search.prove()
+    return search.bound
+
+
 class _Search:
     def __init__(self, problem: StagedProblem, time_limit: float, gap: float, progress, parts: dict[int, Part], cutoff: float):
         self.problem, self.gap, self.progress, self.cutoff = problem, gap, progress, cutoff
@@ -110,11 +118,7 @@ class _Search:
         self.start()
         before = float("inf")  # between what was found and what is proven
         for number in range(_ROUNDS):
-            below = self.master(below=True)
-            found = below.lp.solve(time_limit=self.left(), gap=1e-5)
-            if found is None:
-                raise self.out_of_memory()
-            self.bound = max(self.bound, (found.bound + below.offset) / self.scale)
+            below, found = self.prove()
             if self.bound >= self.cutoff:
                 raise TooSlow(f"no plan takes less than {self.bound:.4g} s")
             self.answers()
@@ -127,6 +131,15 @@ class _Search:
             before = apart if self.best else before
             if not self.reprice(found, below):
                 break
+
+    def prove(self) -> tuple[Master, LinearAnswer]:
+        """Solve the master from below. Raises OutOfMemory."""
+        below = self.master(below=True)
+        found = below.lp.solve(time_limit=self.left(), gap=1e-5)
+        if found is None:
+            raise self.out_of_memory()
+        self.bound = max(self.bound, (found.bound + below.offset) / self.scale)
+        return below, found
 
     def close(self) -> bool:
         return self.best is not None and self.best[0] - self.bound <= self.gap * self.best[0]

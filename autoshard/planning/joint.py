@@ -19,7 +19,7 @@ from autoshard.planning.staging import Allowed, Staged, stage_problem
 from autoshard.program import Program
 from autoshard.schedule import Schedule
 from autoshard.solvers.exact import StagedSolution
-from autoshard.solvers.folded import OutOfMemory, TooSlow, solve_folded
+from autoshard.solvers.folded import OutOfMemory, TooSlow, proven, solve_folded
 from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
 
 _TRIES = 4  # of plans whose memory was estimated badly
@@ -65,6 +65,9 @@ def decide_jointly(
 ) -> Decision:
     """The fastest decision found that fits, with a proven bound.
 
+    The problem is told what a plan needs beside what it accounts for, its ``reserve``; how much that is, only a plan can tell. The bound
+    that a decision comes with is that of the problem with the decision's own reserve: no plan that needs as much beside is faster.
+
     Args:
         staged: the problem.
         program, chain: of one micro-batch, whole; what is decided is decided for it.
@@ -76,7 +79,7 @@ def decide_jointly(
     """
     start = time.perf_counter()
     mesh, limit = program.mesh, staged.problem.limit
-    reserve, parts, bound = tuple(transient), {}, float("inf")
+    reserve, parts = tuple(transient), {}
     best: Decision | None = None
     nothing = (0.0,) * mesh.pipeline
     for _ in range(_TRIES):
@@ -94,13 +97,13 @@ def decide_jointly(
                 reserve = nothing
                 continue
             raise nothing_fits(error, mesh) from error
-        bound = min(bound, solution.bound)
         decision = decision_of(program, chain, staged, solution.answer)
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next
         reserve = tuple(r + n - known for r, n, known in zip(reserve, needed, solution.evaluation.memory))
         if max(needed) > limit:
             continue
+        bound = min(solution.objective, proven(replace(problem, reserve=reserve), parts, time_limit))
         decision.solver = notes_of(solution, bound, problem, len(decision.chosen), time.perf_counter() - start)
         if best is not None:
             return min(best, decision, key=lambda d: d.solver["objective"])
