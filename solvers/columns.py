@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import floor, log10
+from math import floor as below
+from math import log10
 
 import numpy as np
 
 from . import sharding
+from .elimination import cheapest
+from .linear import LinearProgram
+from .network import INF, Link, Network, Star
 from .problem import Infeasible, Op, ShardingProblem, Use, Value
+from .reduce import reduce, thin
 from .staged import FIRST, HERE, NEXT, NOTHING, RESIDENT, Amount, StagedProblem
 
 
 @dataclass(frozen=True)
 class Column:
-    """One way to run a block: its choices by op, what it costs, and the placements of what it hands to the next block."""
+    """One way to run a block: its choices by op, what it costs, and the placements of what it hands to the next block.
+
+    amount: but for resident ops. whole: with its share of those, as floors are.
+    """
 
     choices: tuple[tuple[int, int], ...]
     amount: Amount
+    whole: Amount
     stream: tuple[int, ...]
 
 
@@ -31,6 +40,35 @@ class Floor:
     bound: float
 
 
+class PricedNetwork:
+    """A network whose prices are yet to be given: costs by op, and the tables of its values, as amounts."""
+
+    def __init__(self, names: list[str], costs: list[np.ndarray], values: list[tuple]):
+        self.names, self.costs = names, costs
+        self.values = [value for value in values if value[3].any()]
+
+    def at(self, prices: Amount) -> Network:
+        weights = np.array(prices)
+        net = Network(self.names, [costs @ weights for costs in self.costs])
+        for op, rows, ends, table, name in self.values:
+            possible = np.isfinite(table[..., 0])
+            priced = np.where(possible, np.where(possible[..., None], table, 0.0) @ weights, INF)
+            if len(ends) == 1:
+                net.add(Link(op, ends[0][0], rows, ends[0][1], priced, name))
+            else:
+                net.add(Star(op, rows, ends, priced, name))
+        return net
+
+    def price(self, choices: Sequence[int], prices: Amount) -> float:
+        """What choices cost, read from the amounts again."""
+        total = sum(costs[k] for costs, k in zip(self.costs, choices))
+        for op, rows, ends, table, _ in self.values:
+            row = rows[choices[op]]
+            for col in {int(cols[choices[user]]) for user, cols in ends}:
+                total = total + table[row, col]
+        return float(total @ np.array(prices))
+
+
 @dataclass
 class Part:
     """What is known of one kind of block, and how to ask for more."""
@@ -40,6 +78,7 @@ class Part:
     columns: list[Column] = field(default_factory=list)
     floors: list[Floor] = field(default_factory=list)
     asked: set[tuple] = field(default_factory=set)
+    networks: dict[tuple, PricedNetwork] = field(default_factory=dict)  # by case, and choices beside
 
     def __post_init__(self) -> None:
         problem = self.problem
@@ -84,6 +123,8 @@ class Part:
             for index in [*(index for index, _, _ in self.inner), *self.after]
         }
 
+        self.cases = self._cases()
+
     def priced(self, prices: Amount, kept: list[list[int]], beside: Mapping[int, int]) -> ShardingProblem:
         """The sharding problem of one block at prices.
 
@@ -110,7 +151,36 @@ class Part:
             values.append(Value(value.name, self.at[value.op], tuple(value.placements[k] for k in left), moves))
         return ShardingProblem(tuple(ops), tuple(values), tuple(uses))
 
-    def cases(self) -> list[list[list[int]]]:
+    def network(self, kept: list[list[int]], beside: Mapping[int, int]) -> PricedNetwork:
+        """The sharding problem of one block, to be priced; arguments as for ``priced``."""
+        zero = self.priced(NOTHING, kept, beside)
+        shares = [self.shares.get(i, 1.0) for i in self.own + self.outside]
+        costs = [
+            share * np.array([self.problem.ops[i].costs[k] for k in left]) for i, left, share in zip(self.own + self.outside, kept, shares)
+        ]
+        costs += [np.zeros((1, len(NOTHING)))] * (len(zero.ops) - len(costs))
+        inner = {index: share for index, _, share in self.inner}
+        of_value = list(dict.fromkeys([*inner, *(self.after if beside else ())]))
+        tables = []
+        for at, (index, value) in enumerate(zip(of_value, zero.values)):
+            users = list(dict.fromkeys((use.op, use.demands) for use in zero.uses if use.value == at))
+            if not users:
+                continue
+            row_of = {p: i for i, p in enumerate(dict.fromkeys(value.placements))}
+            col_of = {q: i for i, q in enumerate(dict.fromkeys(q for _, demands in users for q in demands))}
+            table = np.full((len(row_of), len(col_of), len(NOTHING)), INF)
+            for (p, q), amount in self.problem.values[index].moves.items():
+                if p in row_of and q in col_of:
+                    table[row_of[p], col_of[q]] = inner.get(index, 1.0) * np.array(amount)
+            for p, row in row_of.items():
+                if p in col_of:
+                    table[row, col_of[p]] = 0.0
+            rows = np.array([row_of[p] for p in value.placements])
+            ends = [(op, np.array([col_of[q] for q in demands])) for op, demands in users]
+            tables.append((value.op, rows, ends, table, value.name))
+        return PricedNetwork([op.name for op in zero.ops], costs, tables)
+
+    def _cases(self) -> list[list[list[int]]]:
         """The strategies of every op, once for each strategy of the switch, if there is one: those that go with it."""
         problem = self.problem
         everything = [list(range(len(problem.ops[i].costs))) for i in self.own + self.outside]
@@ -131,9 +201,10 @@ class Part:
             found.append(kept)
         return found
 
-    def ask(self, prices: Amount, time_limit: float, beside: Mapping[int, int] | None = None) -> bool:
-        """Solve at these prices, as shares of the largest and rounded; whether that was not yet asked.
+    def ask(self, prices: Amount, time_limit: float, tolerance: float = 0.0, beside: Mapping[int, int] | None = None) -> bool:
+        """Solve at these prices, as shares of the largest and rounded; whether that told anything new.
 
+        tolerance: relative, by which the cheapest column known may be dearer than the floors prove: that is good enough.
         beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too.
         """
         lead = prices.seconds or max(prices)
@@ -142,27 +213,64 @@ class Part:
         if (prices, *beside.items()) in self.asked:
             return False
         self.asked.add((prices, *beside.items()))
+        if tolerance and self.columns:
+            known = min(column.whole.priced(prices) for column in self.columns)
+            if known - self.least(prices) <= tolerance * known:
+                return False
         bound = float("inf")
-        for kept in self.cases():
-            kept = [[beside[op]] if op in beside else left for op, left in zip(self.own + self.outside, kept)]
+        for case in range(len(self.cases)):
             try:
-                found = sharding.solve(self.priced(prices, kept, beside), time_limit=time_limit)
+                chosen, least = self.cheapest(case, prices, beside, time_limit)
             except Infeasible:
                 if not beside:
                     raise
                 continue
-            bound = min(bound, found.bound * (1 - 1e-9))
-            column = self.column({op: kept[i][found.choices[i]] for op, i in self.at.items()})
+            bound = min(bound, least * (1 - 1e-9))
+            column = self.column(chosen)
             if all(column.choices != other.choices for other in self.columns):
                 self.columns.append(column)
         if not beside:
             self.floors.append(Floor(prices, bound))
         return True
 
+    def least(self, prices: Amount) -> float:
+        """What floors prove that a block costs at these prices: the best sum of multiples of them that are no dearer."""
+        lp = LinearProgram()
+        floors = [floor for floor in self.floors if all(price or not cut for cut, price in zip(floor.prices, prices))]
+        multiples = [lp.column(cost=-floor.bound) for floor in floors]
+        for i, price in enumerate(prices):
+            if price:
+                lp.row({column: floor.prices[i] / price for column, floor in zip(multiples, floors)}, upper=1.0)
+        found = lp.solve()
+        return -found.objective if found is not None else 0.0
+
+    def cheapest(self, case: int, prices: Amount, beside: Mapping[int, int], time_limit: float) -> tuple[dict[int, int], float]:
+        """The cheapest choices of own and outside ops in a case, and what they cost at least. Raises Infeasible."""
+        kept = [[beside[op]] if op in beside else left for op, left in zip(self.own + self.outside, self.cases[case])]
+        key = case, *sorted(beside.items())
+        if key not in self.networks:
+            self.networks[key] = self.network(kept, beside)
+        net = self.networks[key].at(prices)
+        thin(net)
+        found = cheapest(net)
+        if found is None:
+            reduce(net)
+            found = cheapest(net)
+        if found is None:
+            solution = sharding.solve(self.priced(prices, kept, beside), time_limit=time_limit)
+            choices, bound = solution.choices, solution.bound
+        else:
+            choices = net.recover(found)
+            bound = self.networks[key].price(choices, prices)
+        return {op: kept[i][choices[i]] for op, i in self.at.items()}, bound
+
     def column(self, chosen: Mapping[int, int]) -> Column:
         problem = self.problem
         stream = tuple(problem.values[v].placements[chosen[problem.values[v].op]] for v in self.streams)
-        return Column(tuple(sorted(chosen.items())), self.amount(chosen, {}), stream)
+        whole = amount = self.amount(chosen, {})
+        for op, share in self.shares.items():
+            whole = whole.plus(Amount(*(share * x for x in problem.ops[op].costs[chosen[op]])))
+        return Column(tuple(sorted(chosen.items())), amount, whole, stream)
 
     def amount(self, chosen: Mapping[int, int], beside: Mapping[int, int]) -> Amount | None:
         """What a block costs but for resident ops, with what it pays beside other parts' choices; None if they don't go together."""
@@ -196,4 +304,4 @@ class Part:
 
 
 def _rounded(x: float, digits: int = 4) -> float:
-    return round(x, digits - 1 - floor(log10(x))) if x else 0.0
+    return round(x, digits - 1 - below(log10(x))) if x else 0.0

@@ -34,6 +34,7 @@ from .problem import Infeasible, OutOfTime
 from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged
 
 _ROUNDS = 12
+_BETWEEN = (4.0, 16.0)  # a first guess: memory is worth so many times less than what would make it as dear as time
 _ATTEMPTS = 3  # to find an answer that fits, in a round
 _LITTLE = 1e-4  # of the objective: a round that gains less is the last
 
@@ -95,6 +96,7 @@ class _Search:
                 parts[part] = Part(problem, part)
         self.parts = parts
         self.bound, self.scale = 0.0, 1.0
+        self.tolerance = 0.3 * gap
         self.unseen = [0.0] * problem.stages  # bytes that the master from above did not see
         self.best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
 
@@ -130,7 +132,9 @@ class _Search:
                 break
             before = apart if self.best else before
             if not self.reprice(found, below):
-                break
+                if not self.tolerance:
+                    break
+                self.tolerance = 0.0
 
     def prove(self) -> tuple[Master, LinearAnswer]:
         """Solve the master from below. Raises OutOfMemory."""
@@ -173,19 +177,20 @@ class _Search:
         weight = total / (p * self.problem.limit)  # seconds a byte: at this price a full rank costs as much as its time
         flight = max(self.problem.in_flight)
         small = Amount(fast.seconds * TINY, fast.once * TINY, weight, weight * flight, weight)
-        between = Amount(fast.seconds, fast.once, weight, weight * flight)
-        self.ask({part: [small, between] for part in self.parts})
+        between = [Amount(fast.seconds, fast.once, weight / share, weight * flight / share) for share in _BETWEEN]
+        self.ask({part: [small, *between] for part in self.parts})
 
     def ask(self, wanted: dict[int, list[Amount]]) -> bool:
         """Ask the parts, also for what goes well with the others' choices. Whether anything is new."""
-        asked = [self.parts[part].ask(price, self.left()) for part, prices in wanted.items() for price in prices]
+        asked = [self.parts[part].ask(price, self.left(), self.tolerance) for part, prices in wanted.items() for price in prices]
         beside = self.beside()
         for index, prices in wanted.items():
             part = self.parts[index]
             others = {op: k for op, k in beside.items() if op in part.outside and self.problem.ops[op].part == RESIDENT}
             if part.alone:
                 others.update({op: k for op, k in beside.items() if self.problem.ops[op].part not in (RESIDENT, index)})
-            asked += [part.ask(price, self.left(), pinned) for pinned in (others, *self.elsewhere(part)) if pinned for price in prices]
+            for pinned in filter(None, (others, *self.elsewhere(part))):
+                asked += [part.ask(price, self.left(), beside=pinned) for price in prices]
         return any(asked)
 
     def elsewhere(self, part: Part) -> list[dict[int, int]]:
@@ -219,25 +224,25 @@ class _Search:
             if found is None:
                 return
             evaluation = self.answer(above, found)
+            self.unseen = [max(0.0, have - seen) for have, seen in zip(evaluation.memory, above.memory(found))]
             if not evaluation.violations:
                 return
-            missed = [have - seen for have, seen in zip(evaluation.memory, above.memory(found))]
-            self.unseen = [max(0.0, more) for more in missed]
 
     def answer(self, above: Master, found: LinearAnswer) -> StagedEvaluation:
         """Read the columns that the master chose, price that answer, and keep it if it is the best."""
-        problem, p = self.problem, self.problem.stages
+        problem, p, beside = self.problem, self.problem.stages, self.beside()
         choices = {(op, RESIDENT): 0 for op, resident in enumerate(problem.ops) if resident.part == RESIDENT}
         choices.update({(op, RESIDENT): k for (op, k), column in above.v.items() if found.values[column] > 0.5})
         sizes = [0] * p
         for j, segment in enumerate(self.segments):
-            block = segment.start
-            for s in range(p):
-                for c, column in enumerate(self.parts[segment.part].columns):
+            block, part = segment.start, self.parts[segment.part]
+            stages = [s for s in range(p) if round(found.values[above.y[j, s]])]
+            usual = [all(beside[op] == k for op, k in column.choices if op in part.own) for column in part.columns]
+            for s in stages:  # the others are priced beside what is usual: at the ends of the segment, it goes to the end
+                order = sorted(range(len(usual)), key=lambda c: usual[c] == (s == stages[-1]))
+                for c in order:
                     for _ in range(round(found.values[above.n[j, s, c]]) if (j, s, c) in above.n else 0):
-                        for op, strategy in column.choices:
-                            if problem.ops[op].part == segment.part:
-                                choices[op, block] = strategy
+                        choices.update({(op, block): k for op, k in part.columns[c].choices if op in part.own})
                         block, sizes[s] = block + 1, sizes[s] + 1
         answer = StagedAnswer(tuple(sum(sizes[:s]) for s in range(p)), choices)
         evaluation = evaluate_staged(problem, answer)

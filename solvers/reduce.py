@@ -41,6 +41,17 @@ def reduce(net: Network) -> None:
         dirty = touched - net.gone
 
 
+def thin(net: Network) -> None:
+    """A round of (P3) and (P4) in place, and (P2) where an op links to itself: often enough for ``elimination``. Raises Infeasible."""
+    for key in list(net.stars):
+        _simplify_star(net, key)
+    for key in [key for key, link in net.links.items() if link.a == link.b]:
+        _simplify_link(net, key)
+    edges = _edges(net)
+    for op, (links, stars) in enumerate(edges):
+        remove_dominated(net, op, links, stars)
+
+
 def _touches(edge: Link | Star, ops: set[int]) -> bool:
     return edge.a in ops or (edge.b in ops if isinstance(edge, Link) else any(op in ops for op, _ in edge.users))
 
