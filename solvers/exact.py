@@ -21,10 +21,11 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import combinations
+from math import comb
 
 from .linear import LinearProgram
 from .problem import Infeasible, SolverError
-from .staged import RESIDENT, SLACK, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged, stage_of
+from .staged import RESIDENT, SLACK, Amount, StagedAnswer, StagedEvaluation, StagedProblem, StagedUse, evaluate_staged, stage_of
 
 _AGREEMENT = 1e-6
 
@@ -52,6 +53,12 @@ def ways_to_cut(problem: StagedProblem) -> list[tuple[int, ...]]:
     """The first blocks of the stages, for every legal way to cut the chain."""
     places = [i + 1 for i, legal in enumerate(problem.legal) if legal]
     return [(0, *cuts) for cuts in combinations(places, problem.stages - 1)]
+
+
+def size(problem: StagedProblem) -> int:
+    """Binary variables of all the programs that ``solve_exactly`` may solve."""
+    ways = comb(sum(problem.legal), problem.stages - 1)
+    return ways * sum(len(op.costs) * len(problem.homes(i)) for i, op in enumerate(problem.ops))
 
 
 def solve_exactly(problem: StagedProblem, time_limit: float = 60.0) -> StagedSolution:
@@ -132,6 +139,23 @@ class _Program:
         spent["once"][column] += amount.once * self.scale
         spent["bytes"][column] += (amount.state + self.problem.in_flight[at] * amount.saved) * self.bytes
 
+    def _flow(self, use: StagedUse, source: int, user: int) -> dict[tuple[int, int], dict[int, float]]:
+        """f of one instance of a use, with (B) and (C): a term for each way that is possible."""
+        linear, value = self.linear, self.problem.values[use.value]
+        sources, targets = defaultdict(list), defaultdict(list)
+        for strategy, column in enumerate(self.x[value.op, source]):
+            sources[value.placements[strategy]].append(column)
+        for strategy, column in enumerate(self.x[use.op, user]):
+            targets[use.demands[strategy]].append(column)
+        f = {(a, b): linear.column(upper=1.0) for a in sources for b in targets if a == b or (a, b) in value.moves}
+        for a, columns in sources.items():
+            terms = {f[pair]: 1.0 for pair in f if pair[0] == a}
+            linear.row({**terms, **{column: -1.0 for column in columns}}, 0.0, 0.0)  # (B)
+        for b, columns in targets.items():
+            terms = {f[pair]: 1.0 for pair in f if pair[1] == b}
+            linear.row({**terms, **{column: -1.0 for column in columns}}, 0.0, 0.0)  # (C)
+        return {pair: {column: 1.0} for pair, column in f.items()}
+
     def _uses(self) -> None:
         problem, linear = self.problem, self.linear
         stage = {block: stage_of(self.first, block) for block in range(len(problem.chain))}
@@ -142,29 +166,23 @@ class _Program:
             for source, user in problem.links(use):
                 at = stage[user]
                 readers[use.value, source].add(at)
-                sources, targets = defaultdict(list), defaultdict(list)
-                for strategy, column in enumerate(self.x[value.op, source]):
-                    sources[value.placements[strategy]].append(column)
-                for strategy, column in enumerate(self.x[use.op, user]):
-                    targets[use.demands[strategy]].append(column)
-                same = (value.op, source) == (use.op, user)
-                if same:
-                    raise ValueError(f"{value.name!r} is read by the op that makes it")
-                f = {(a, b): linear.column(upper=1.0) for a in sources for b in targets if a == b or (a, b) in value.moves}
-                for a, columns in sources.items():
-                    terms = {f[pair]: 1.0 for pair in f if pair[0] == a}
-                    linear.row({**terms, **{column: -1.0 for column in columns}}, 0.0, 0.0)  # (B)
-                for b, columns in targets.items():
-                    terms = {f[pair]: 1.0 for pair in f if pair[1] == b}
-                    linear.row({**terms, **{column: -1.0 for column in columns}}, 0.0, 0.0)  # (C)
-                for (a, b), column in f.items():
-                    if a == b or not any(value.moves[a, b]):
+                went: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # terms whose sum says whether the use goes so
+                if (value.op, source) == (use.op, user):  # its own result: x takes the place of f
+                    for pair, column in zip(zip(value.placements, use.demands), self.x[use.op, user]):
+                        went[pair][column] = 1.0
+                    for (a, b), terms in went.items():
+                        if a != b and (a, b) not in value.moves:
+                            linear.row(terms, 0.0, 0.0)
+                else:
+                    went.update(self._flow(use, source, user))
+                for (a, b), terms in went.items():
+                    if a == b or (a, b) not in value.moves or not any(value.moves[a, b]):
                         continue
                     key = (use.value, source, at, a, b)
                     if key not in w:
                         w[key] = linear.column(upper=1.0)
                         self._spend(at, w[key], value.moves[a, b])
-                    linear.row({w[key]: 1.0, column: -1.0}, 0.0)  # (D)
+                    linear.row({w[key]: 1.0, **{column: -factor for column, factor in terms.items()}}, 0.0)  # (D)
         inside: dict[int, set[int]] = defaultdict(set)
         for (index, source), stages in readers.items():
             value = problem.values[index]

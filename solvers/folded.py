@@ -27,7 +27,7 @@ from collections.abc import Callable
 from itertools import groupby
 
 from .columns import Part
-from .exact import StagedSolution
+from .exact import StagedSolution, size, solve_exactly
 from .linear import LinearAnswer
 from .master import TINY, Master, Segment
 from .problem import Infeasible, OutOfTime
@@ -38,10 +38,13 @@ _BETWEEN = (4.0, 16.0)  # a first guess: memory is worth so many times less than
 _ATTEMPTS = 3  # to find an answer that fits, in a round
 _LITTLE = 1e-4  # of the objective: a round that gains less is the last
 
+SMALL = 10_000
+"""Binary variables of a problem that is solved whole, where blocks of few kinds gave no answer and none is proven not to exist."""
+
 
 class OutOfMemory(Infeasible):
-    """No plan fits. Attributes: limit; least, the smallest limit for which a plan was found; proven, below which there is none; stage,
-    which binds there (bytes, bytes, bytes, index)."""
+    """No plan fits, or, of a large problem, none was found. Attributes: limit; least, the smallest limit for which a plan was found;
+    proven, below which there is none; stage, which binds there (bytes, bytes, bytes, index)."""
 
     def __init__(self, limit: float, least: float, proven: float, stage: int, stages: int):
         super().__init__(f"no plan of {stages} stages fits in {limit:.0f} bytes: the least is {least:.0f} bytes, bound by stage {stage}")
@@ -67,7 +70,7 @@ def solve_folded(
 
     Raises:
         ValueError: a boundary of the chain is not legal; ``exact`` handles those.
-        OutOfMemory: proven, with the numbers.
+        OutOfMemory: with the numbers; where ``proven`` is no more than the limit, and the problem is not small, only none was found.
         TooSlow: proven.
     """
     if not all(problem.legal):
@@ -110,7 +113,13 @@ class _Search:
             if self.best is None:
                 raise
         if self.best is None:
-            raise self.out_of_memory()
+            error = self.out_of_memory()
+            if error.proven > self.problem.limit or size(self.problem) > SMALL:
+                raise error
+            try:
+                return solve_exactly(self.problem, self.left())
+            except (Infeasible, OutOfTime):
+                raise error from None
         objective, answer, evaluation = self.best
         late = time.perf_counter() - self.began > self.time_limit
         status = "time limit" if late and not self.close() else "best found"  # how good that is, the gap says
