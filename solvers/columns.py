@@ -34,10 +34,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Floor:
-    """A cut: no way to run the block costs less than ``bound`` at these prices."""
+    """A cut: no way to run the block costs less than ``bound`` at these prices; or less than ``first``, if it is the first of its kind (0:
+    not asked)."""
 
     prices: Amount
     bound: float
+    first: float
 
 
 class PricedNetwork:
@@ -45,6 +47,7 @@ class PricedNetwork:
 
     def __init__(self, names: list[str], costs: list[np.ndarray], values: list[tuple]):
         self.names, self.costs = names, costs
+        self.wide = False  # whether ``thin`` was once not enough
         self.values = [value for value in values if value[3].any()]
 
     def at(self, prices: Amount) -> Network:
@@ -85,6 +88,7 @@ class Part:
         self.own = [i for i, op in enumerate(problem.ops) if op.part == self.index]
         self.outside: list[int] = []
         self.inner: list[tuple[int, list, float]] = []  # (value, its uses by this part, share of its price that falls to one block)
+        self.opening: list[tuple[int, list, float]] = []  # the same of the first block of several, that has none of its kind before it
         self.streams: list[int] = []  # values that the next block reads
         alone = len(problem.blocks[self.index]) == 1
         readers: dict[int, set[int]] = defaultdict(set)
@@ -95,15 +99,13 @@ class Part:
             if problem.ops[use.op].part != self.index:
                 continue
             source = problem.values[use.value].op
-            if source in self.own or use.link != FIRST or alone:
-                by_value[use.value].append(use)
+            by_value[use.value].append(use)
             if source in self.own and use.link == NEXT and not alone and use.value not in self.streams:
                 self.streams.append(use.value)
         self.shares: dict[int, float] = {}
         for value, uses in by_value.items():
             source = problem.values[value].op
             if source in self.own:
-                uses = [use for use in uses if use.link == HERE or not alone]
                 share = 1.0
             else:
                 share = 1.0 / problem.together(readers[value])
@@ -111,7 +113,10 @@ class Part:
                     self.outside.append(source)
                     reading = set().union(*(readers[v] for v, other in enumerate(problem.values) if other.op == source))
                     self.shares[source] = 1.0 / problem.together(reading) if problem.ops[source].part == RESIDENT else 0.0
-            self.inner.append((value, uses, share))
+            opening = [use for use in uses if source not in self.own or use.link == HERE]
+            inner = opening if alone else [use for use in uses if source in self.own or use.link != FIRST]
+            self.inner += [(value, inner, share)] if inner else []
+            self.opening += [(value, opening, share)] if opening else []
         self.alone = alone
         self.after = defaultdict(list)  # of a block on its own: value -> its uses by other parts
         for use in problem.uses if alone else ():
@@ -120,15 +125,16 @@ class Part:
         self.at = {op: i for i, op in enumerate(self.own + self.outside)}
         self.moves = {
             index: (list(problem.values[index].moves), np.array(list(problem.values[index].moves.values())).reshape(-1, len(NOTHING)))
-            for index in [*(index for index, _, _ in self.inner), *self.after]
+            for index in [*(index for index, _, _ in self.inner + self.opening), *self.after]
         }
 
         self.cases = self._cases()
 
-    def priced(self, prices: Amount, kept: list[list[int]], beside: Mapping[int, int]) -> ShardingProblem:
+    def priced(self, prices: Amount, kept: list[list[int]], beside: Mapping[int, int], first: bool = False) -> ShardingProblem:
         """The sharding problem of one block at prices.
 
         kept: the strategies that are left, of own and outside ops. beside: strategies of ops of other parts, which may read its values.
+        first: of the first block.
         """
         problem = self.problem
         ops = []
@@ -136,7 +142,7 @@ class Part:
             share = self.shares.get(i, 1.0)
             ops.append(Op(problem.ops[i].name, tuple(share * problem.ops[i].costs[k].priced(prices) for k in left)))
         values, uses = [], []
-        inner = {index: (readers, share) for index, readers, share in self.inner}
+        inner = {index: (readers, share) for index, readers, share in (self.opening if first else self.inner)}
         for index in dict.fromkeys([*inner, *(self.after if beside else ())]):
             readers, share = inner.get(index, ((), 1.0))
             value, left = problem.values[index], kept[self.at[problem.values[index].op]]
@@ -151,15 +157,15 @@ class Part:
             values.append(Value(value.name, self.at[value.op], tuple(value.placements[k] for k in left), moves))
         return ShardingProblem(tuple(ops), tuple(values), tuple(uses))
 
-    def network(self, kept: list[list[int]], beside: Mapping[int, int]) -> PricedNetwork:
+    def network(self, kept: list[list[int]], beside: Mapping[int, int], first: bool) -> PricedNetwork:
         """The sharding problem of one block, to be priced; arguments as for ``priced``."""
-        zero = self.priced(NOTHING, kept, beside)
+        zero = self.priced(NOTHING, kept, beside, first)
         shares = [self.shares.get(i, 1.0) for i in self.own + self.outside]
         costs = [
             share * np.array([self.problem.ops[i].costs[k] for k in left]) for i, left, share in zip(self.own + self.outside, kept, shares)
         ]
         costs += [np.zeros((1, len(NOTHING)))] * (len(zero.ops) - len(costs))
-        inner = {index: share for index, _, share in self.inner}
+        inner = {index: share for index, _, share in (self.opening if first else self.inner)}
         of_value = list(dict.fromkeys([*inner, *(self.after if beside else ())]))
         tables = []
         for at, (index, value) in enumerate(zip(of_value, zero.values)):
@@ -201,10 +207,13 @@ class Part:
             found.append(kept)
         return found
 
-    def ask(self, prices: Amount, time_limit: float, tolerance: float = 0.0, beside: Mapping[int, int] | None = None) -> bool:
+    def ask(
+        self, prices: Amount, time_limit: float, tolerance: float = 0.0, first: bool = False, beside: Mapping[int, int] | None = None
+    ) -> bool:
         """Solve at these prices, as shares of the largest and rounded; whether that told anything new.
 
         tolerance: relative, by which the cheapest column known may be dearer than the floors prove: that is good enough.
+        first: these are the prices of the first block, too.
         beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too.
         """
         lead = prices.seconds or max(prices)
@@ -215,7 +224,7 @@ class Part:
         self.asked.add((prices, *beside.items()))
         if tolerance and self.columns:
             known = min(column.whole.priced(prices) for column in self.columns)
-            if known - self.least(prices) <= tolerance * known:
+            if known - self.least(prices, first) <= tolerance * known:
                 return False
         bound = float("inf")
         for case in range(len(self.cases)):
@@ -230,13 +239,24 @@ class Part:
             if all(column.choices != other.choices for other in self.columns):
                 self.columns.append(column)
         if not beside:
-            self.floors.append(Floor(prices, bound))
+            self.floors.append(Floor(prices, bound, bound if self.alone else self.opened(prices, time_limit) if first else 0.0))
         return True
 
-    def least(self, prices: Amount) -> float:
-        """What floors prove that a block costs at these prices: the best sum of multiples of them that are no dearer."""
+    def opened(self, prices: Amount, time_limit: float) -> float:
+        """What the first block costs at least."""
+        found = []
+        for case in range(len(self.cases)):
+            try:
+                found.append(self.cheapest(case, prices, {}, time_limit, True)[1] * (1 - 1e-9))
+            except Infeasible:
+                continue
+        return min(found, default=0.0)
+
+    def least(self, prices: Amount, first: bool) -> float:
+        """What floors (that tell of the first block, too) prove at these prices: the best sum of multiples of them that are no dearer."""
         lp = LinearProgram()
-        floors = [floor for floor in self.floors if all(price or not cut for cut, price in zip(floor.prices, prices))]
+        floors = [floor for floor in self.floors if floor.first or not first or not floor.bound]
+        floors = [floor for floor in floors if all(price or not cut for cut, price in zip(floor.prices, prices))]
         multiples = [lp.column(cost=-floor.bound) for floor in floors]
         for i, price in enumerate(prices):
             if price:
@@ -244,24 +264,27 @@ class Part:
         found = lp.solve()
         return -found.objective if found is not None else 0.0
 
-    def cheapest(self, case: int, prices: Amount, beside: Mapping[int, int], time_limit: float) -> tuple[dict[int, int], float]:
+    def cheapest(self, case: int, prices: Amount, beside: Mapping[int, int], time_limit: float, first: bool = False):
         """The cheapest choices of own and outside ops in a case, and what they cost at least. Raises Infeasible."""
         kept = [[beside[op]] if op in beside else left for op, left in zip(self.own + self.outside, self.cases[case])]
-        key = case, *sorted(beside.items())
+        key = case, first, *sorted(beside.items())
         if key not in self.networks:
-            self.networks[key] = self.network(kept, beside)
-        net = self.networks[key].at(prices)
-        thin(net)
-        found = cheapest(net)
+            self.networks[key] = self.network(kept, beside, first)
+        network = self.networks[key]
+        net, found = network.at(prices), None
+        if not network.wide:
+            thin(net)
+            found = cheapest(net)
+            network.wide = found is None
         if found is None:
             reduce(net)
             found = cheapest(net)
         if found is None:
-            solution = sharding.solve(self.priced(prices, kept, beside), time_limit=time_limit)
+            solution = sharding.solve(self.priced(prices, kept, beside, first), time_limit=time_limit)
             choices, bound = solution.choices, solution.bound
         else:
             choices = net.recover(found)
-            bound = self.networks[key].price(choices, prices)
+            bound = network.price(choices, prices)
         return {op: kept[i][choices[i]] for op, i in self.at.items()}, bound
 
     def column(self, chosen: Mapping[int, int]) -> Column:

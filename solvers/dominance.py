@@ -15,7 +15,9 @@ from .network import INF, Network, Star
 def _difference(better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     """better - worse, where a neighbour that ``worse`` can't have does not count."""
     with np.errstate(invalid="ignore"):
-        return np.where(worse == INF, -INF, better - worse)
+        change = better - worse
+    impossible = worse == INF
+    return np.where(impossible, -INF, change) if impossible.any() else change
 
 
 def remove_dominated(net: Network, op: int, links: list[int], stars: list[int]) -> bool:

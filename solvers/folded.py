@@ -16,7 +16,8 @@ master   n[j, s, c] blocks of segment j (a run of blocks of one part) in stage s
 From above: the master over the columns, n whole. From below: the master in which (t, o, w, a) of y blocks may be anything that no cut
 forbids, y whole: no plan is faster, whatever its columns. The duals of the first, with y as the second has it, are the next prices.
 
-The bound leaves out what crosses from one part to another: conversions there are paid by answers, and no more than one a pair of parts.
+Between two parts, the bound sees what the second pays to read the first, in whichever placement it would rather read it; and it holds for
+answers that hand over as (S) says. The first block of a segment has none of its kind before it: a cut has a bound of its own for it.
 """
 
 from __future__ import annotations
@@ -187,11 +188,18 @@ class _Search:
         flight = max(self.problem.in_flight)
         small = Amount(fast.seconds * TINY, fast.once * TINY, weight, weight * flight, weight)
         between = [Amount(fast.seconds, fast.once, weight / share, weight * flight / share) for share in _BETWEEN]
-        self.ask({part: [small, *between] for part in self.parts})
+        self.ask({part: [small, *between] for part in self.parts}, everywhere=True)
 
-    def ask(self, wanted: dict[int, list[Amount]]) -> bool:
-        """Ask the parts, also for what goes well with the others' choices. Whether anything is new."""
-        asked = [self.parts[part].ask(price, self.left(), self.tolerance) for part, prices in wanted.items() for price in prices]
+    def ask(self, wanted: dict[int, list[Amount]], everywhere: bool = False) -> bool:
+        """Ask the parts, also for what goes well with the others' choices. Whether anything is new.
+
+        wanted: prices; first those where the first block of the part is, or ``everywhere``.
+        """
+        asked = [
+            self.parts[part].ask(price, self.left(), self.tolerance, first=i == 0 or everywhere)
+            for part, prices in wanted.items()
+            for i, price in enumerate(prices)
+        ]
         beside = self.beside()
         for index, prices in wanted.items():
             part = self.parts[index]

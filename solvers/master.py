@@ -86,6 +86,7 @@ class Master:
     def _floors(self, clock: float) -> None:
         lp, limit = self.lp, self.problem.limit
         units = Amount(1 / self.scale, 1 / self.scale, limit, limit, limit)
+        begins = self._begins()
         for (j, s), y in self.y.items():
             amounts = [lp.column(cost=clock if i == 0 else 0.0) for i in range(len(units))]
             for name, column, unit in zip(Amount._fields, amounts, units):
@@ -94,7 +95,18 @@ class Master:
             for bound in self.parts[self.segments[j].part].floors:
                 if bound.bound > 0:
                     terms = {column: price * unit / bound.bound for column, price, unit in zip(amounts, bound.prices, units)}
-                    lp.row({**terms, y: -1.0}, 0.0)
+                    lp.row({**terms, y: -1.0, begins[j, s]: 1.0 - bound.first / bound.bound}, 0.0)
+
+    def _begins(self) -> dict[tuple[int, int], int]:
+        """Of each (segment, stage): whether the first block of the segment is there."""
+        lp, stages = self.lp, range(self.problem.stages)
+        begins = {key: lp.column(upper=1.0, integer=True) for key in self.y}
+        for j, segment in enumerate(self.segments):
+            lp.row({begins[j, s]: 1.0 for s in stages}, 1.0, 1.0)
+            for s in stages:
+                lp.row({self.y[j, s]: 1.0, begins[j, s]: -1.0}, 0.0)
+                lp.row({**{self.y[j, t]: 1.0 for t in range(s)}, begins[j, s]: float(segment.count)}, upper=segment.count)
+        return begins
 
     def _columns(self, clock: float, beside: Mapping[int, int]) -> None:
         lp, u = self.lp, {}
