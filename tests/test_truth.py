@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,14 @@ def test_the_meter_on_a_known_case():
 def test_predicted_bytes_are_those_of_a_run(case):
     """Each takes some seconds: it starts processes that train."""
     assert run(case, **SMALL).ratios() == pytest.approx([1.0] * 2, rel=0.1)
+
+
+def test_a_limit_forces_something():
+    """What needs no more than the limit as it is, is not forced by it."""
+    case = Case("llama", "1,1,1", "auto", "auto", memory="16MiB")
+    outcome = run(case, **SMALL)
+    assert outcome.good and outcome.free.peak_bytes > outcome.plan.memory_limit and outcome.plan.regions and not outcome.free.regions
+    assert not replace(outcome, plan=outcome.free).forced
 
 
 def test_a_line_through_measurements():
@@ -75,4 +84,4 @@ def test_rank_correlation():
 def test_predicted_bytes_of_larger_models(case):
     outcome = run(case)
     assert outcome.ratios() == pytest.approx([1.0] * len(outcome.readings), rel=0.1)
-    assert outcome.within_limit
+    assert outcome.within_limit and outcome.forced

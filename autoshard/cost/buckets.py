@@ -53,7 +53,7 @@ class Weight:
     @property
     def key(self) -> tuple:
         axes = tuple(a for a in self.axes if a != "data") if self.scatter else self.axes
-        return axes, self.scatter, self.itemsize
+        return axes, self.scatter, self.level == 2, self.itemsize
 
 
 class Buckets:
@@ -101,9 +101,11 @@ class Buckets:
         heap, bucket = self.heap, [w for w in self.buckets[self.launched] if w.node in self.arrived]
         self.launched += 1
         moving: list[Block] = []
+        cut = bool(bucket) and bucket[0].level == 2
+        if cut:
+            heap.new(sum(w.piece for w in bucket), GRADIENTS)
         if bucket and bucket[0].scatter:
             sent = heap.new(self.ranks * sum(w.piece for w in bucket), TRANSIENT)
-            heap.new(sum(w.piece for w in bucket), GRADIENTS)
             moving = [sent]
             for weight in bucket:
                 heap.drop(self.arrived[weight.node])
@@ -114,6 +116,9 @@ class Buckets:
             for weight in bucket:
                 heap.drop(self.arrived[weight.node])
             heap.file(flat, GRADIENTS)
+            moving = [flat] * cut
+        elif cut:
+            moving = [self.arrived[w.node] for w in bucket]
         self.moving.append(moving)
         if any(w.scatter for one in self.buckets for w in one) and self.launched - self.finished > IN_FLIGHT:
             self._finish()

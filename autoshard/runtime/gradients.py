@@ -28,12 +28,14 @@ class Entry:
     shard: of a weight of ZeRO level 1 or 2, of which this rank's piece is handed over to the optimizer's parameter, or of lower precision,
         of which all is.
     scatter: it is summed over the data axis too, and only this rank's piece of that sum is kept.
+    cut: it needs no sum over data, and only this rank's piece is kept: a copy, of level 2.
     """
 
     leaf: torch.Tensor
     group: dist.ProcessGroup | None
     shard: Rounded | None = None
     scatter: bool = False
+    cut: bool = False
 
 
 class _Bucket:
@@ -50,9 +52,7 @@ class _Bucket:
         """Start to reduce the gradients that exist. They become views of one flat buffer, so nothing is copied back."""
         self._launched = [e for e in self.entries if e.leaf in arrived]
         if self._launched and self.group is not None:
-            leaves = [e.leaf for e in self._launched]
-            flat = leaves[0].grad if len(leaves) == 1 and leaves[0].grad.is_contiguous() else flatten(leaves)
-            self._work = dist.all_reduce(flat, group=self.group, async_op=True)
+            self._work = dist.all_reduce(_together([e.leaf for e in self._launched]), group=self.group, async_op=True)
 
     def finish(self) -> None:
         """Wait, and hand over the pieces."""
@@ -60,8 +60,8 @@ class _Bucket:
             self._work.wait()
         for entry in self._launched:
             if entry.shard is not None:
-                gradient, entry.leaf.grad = entry.leaf.grad, None
-                entry.shard.hand_over(entry.shard.own(gradient))
+                gradient, entry.leaf.grad = entry.shard.own(entry.leaf.grad), None
+                entry.shard.hand_over(gradient.clone() if entry.cut else gradient)
         self._launched, self._work = [], None
 
 
@@ -117,6 +117,11 @@ def flatten(params: list[torch.nn.Parameter]) -> torch.Tensor:
     return flat
 
 
+def _together(params: list[torch.nn.Parameter]) -> torch.Tensor:
+    """The gradients in one buffer."""
+    return params[0].grad if len(params) == 1 and params[0].grad.is_contiguous() else flatten(params)
+
+
 class GradientSync:
     """Reduces the gradients of parameters that are summands after backward.
 
@@ -151,7 +156,7 @@ class GradientSync:
         for entries in (used, unused):
             filling: dict[tuple, tuple[_Bucket, int]] = {}
             for entry in reversed(entries):
-                key = (entry.group, entry.scatter, entry.leaf.dtype)
+                key = (entry.group, entry.scatter, entry.cut, entry.leaf.dtype)
                 bucket, size = filling.get(key, (None, BUCKET_BYTES))
                 nbytes = entry.leaf.numel() * entry.leaf.element_size()
                 if bucket is None or size + nbytes > BUCKET_BYTES:
@@ -254,7 +259,7 @@ def sum_over_stages(entries: Iterable[tuple[torch.nn.Parameter, torch.dtype, dis
             if p.grad is None:
                 p.grad = torch.zeros_like(p, dtype=dtype)
         dist.all_reduce(has, group=group)
-        dist.all_reduce(flatten(params), group=group)
+        dist.all_reduce(_together(params), group=group)
         for p, count in zip(params, has.tolist()):
             if not count:
                 p.grad = None

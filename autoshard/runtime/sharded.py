@@ -79,7 +79,7 @@ class Sharded(nn.Module):
         if shard is None:
             return Entry(getattr(self.stage, attribute), self.world.group(spec.sync))
         if spec.zero in (0, 1) or "data" not in spec.sync:
-            return Entry(shard.whole, self.world.group(spec.sync), shard)
+            return Entry(shard.whole, self.world.group(spec.sync), shard, cut=spec.zero == 2)
         rest = tuple(axis for axis in spec.sync if axis != "data")
         return Entry(shard.whole, self.world.group(rest), shard, scatter=True)
 

@@ -1,1 +1,1 @@
-"""Predictions against measurements: ``python -m tests.truth memory`` and ``python -m tests.truth time``, on processes of this machine."""
+"""Predictions against measurements, and training against one device, on processes of this machine: ``python -m tests.truth --help``."""

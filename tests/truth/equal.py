@@ -211,9 +211,9 @@ class Bench:
 
         report = self.reference.verify(plan.mesh, plan=plan, build=build)
         sizes = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad}
-        levels = {level: 0.0 for level in range(4)}
-        for name, size in sizes.items():
-            levels[plan.zero.get(name, 0)] += size / sum(sizes.values())
+        levels = {
+            level: sum(size for name, size in sizes.items() if plan.zero.get(name, 0) == level) / sum(sizes.values()) for level in range(4)
+        }
         runs = sum(map(len, again)) * plan.microbatches * STEPS
         outcome = Outcome(cell, plan, report, ranks, levels, ranks.found["calls"].sum().item() / runs if runs else 0.0)
         outcome.find_wrong()

@@ -106,7 +106,7 @@ class Outcome:
 
 
 def saved(plan: Plan) -> str:
-    """What a plan does to save memory, in words: weights by ZeRO level, layers of each stage that are computed again, values kept in them."""
+    """What a plan does to save memory, in words."""
     levels = ", ".join(f"{count} weights at level {level}" for level, count in sorted(Counter(plan.zero.values()).items()))
     regions = {(plan.stages[node], number) for node, number in plan.regions.items()}
     again = Counter(stage for stage, _ in regions)
@@ -173,7 +173,8 @@ def table(cases: Sequence[Case] = CASES) -> bool:
             print(f"         without the limit {outcome.free.peak_bytes / MIB:.2f} MiB; {saved(outcome.free)}")
             print(f"         under it {outcome.plan.peak_bytes / MIB:.2f} MiB; {saved(outcome.plan)}")
         if not outcome.good:
-            print("         NOT OK: " + ("nothing is forced" if not outcome.forced else "too far off" if outcome.within_limit else "over it"))
+            why = "over the limit" if not outcome.within_limit else "too far off" if outcome.forced else "nothing is forced"
+            print(f"         NOT OK: {why}")
         good += outcome.good
         worst = max(worst, *(abs(ratio - 1) for ratio in outcome.ratios()))
     print(f"{good} of {len(cases)} cases within {TOLERANCE:.0%} and under their limits; the worst is {worst:.1%} off")
