@@ -10,12 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from math import ceil, prod
+from math import prod
 
 from torch import fx
 
 from autoshard import ops
 from autoshard.cluster import Cluster
+from autoshard.cost.buckets import Weight, filled
 from autoshard.cost.communication import conversion_steps, gradient_sync, kernel_steps, send, together, weight_sync
 from autoshard.cost.compute import Pricing, accumulation_seconds, offloaded_seconds, optimizer_seconds
 from autoshard.cost.pipeline import StageTime, bubble_share, crowded_seconds, exposed_seconds, in_flight, step_seconds
@@ -28,7 +29,6 @@ from autoshard.planning.plan import CollectiveRow, OpRow, Plan, StageRow
 from autoshard.program import Program, is_getitem, operands, stored_layout, tensors
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, Strategy
-from autoshard.runtime.gradients import BUCKET_BYTES
 from autoshard.schedule import schedule_of
 
 
@@ -43,6 +43,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
     for node in program.ops:
         if "bucket" in node.meta:
             buckets[node.meta["bucket"]].append(node)
+    spent: dict[fx.Node, float] = {}  # seconds of backward
     pricing, alone = Pricing(mesh.sizes, cluster), Pricing((1, 1), cluster)
     for node in program.ops:
         if is_getitem(node):
@@ -56,6 +57,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             for step in together(steps, mesh, cluster):
                 per_stage[stage][step.axis] += step.seconds
                 part[stage]["forward"] += step.seconds if step.direction == "forward" else 0.0
+                spent[node] = spent.get(node, 0.0) + (step.seconds if step.direction == "backward" else 0.0)
                 if not step.local:
                     taken = node.meta["step"]
                     path = f"{format_layout(taken.before)} -> {format_layout(taken.after)}"
@@ -65,7 +67,8 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             continue
         strategy, rule = node.meta["strategy"], rule_for(node)
         cost = pricing.costs(node, rule, (strategy,))[0]
-        per_stage[stage]["compute"] += cost.forward * (2 if node.meta.get("again") == "again" else 1) + cost.backward
+        spent[node] = cost.backward + (cost.forward if node.meta.get("again") == "again" else 0.0)
+        per_stage[stage]["compute"] += cost.forward + spent[node]
         part[stage]["forward"] += cost.forward
         part[stage]["weights"] += _for_weights(node, rule, program) * cost.backward
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
@@ -77,8 +80,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
         whole_seconds += (one.forward + one.backward) * plan.microbatches
         plan.ops.append(_op_row(node, program, cost))
     _sends(plan, program, mesh, cluster)
-    backward = {s: sum(per_stage[s].values()) - part[s]["forward"] for s in per_stage}
-    once, hidden = _weights(plan, program, mesh, cluster, backward)
+    once, hidden = _weights(plan, program, mesh, cluster, spent)
     _totals(plan, mesh, cluster, per_stage, part, once, hidden, whole_seconds, program)
     return plan
 
@@ -169,13 +171,19 @@ def _sends(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster) -> None:
                 plan.collectives.append(_row(step, node, plan, at, f"cut between stages {s} and {s + 1}", plan.microbatches))
 
 
-def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backward: Mapping[int, float]) -> tuple[list[float], float]:
+def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, spent: Mapping[fx.Node, float]) -> tuple[list[float], float]:
     """Stage rows: memory, gradient sums and optimizer. A weight that several stages of one rank read is that of the first.
 
-    backward: seconds of one micro-batch's backward, by stage. Returns (seconds once a step that nothing overlaps, by place along the
+    spent: seconds of one micro-batch's backward, by op. Returns (seconds once a step that nothing overlaps, by place along the
     pipeline; mean seconds of gradient sums that the last backward overlaps).
     """
     users: dict[fx.Node, set[int]] = defaultdict(set)
+    backward: dict[int, float] = defaultdict(float)  # of each stage
+    arrives: dict[tuple[fx.Node, int], float] = {}  # when a stage's backward has a weight's gradient
+    for node in reversed(program.ops):
+        stage = node.meta["stage"]
+        backward[stage] += spent.get(node, 0.0)
+        arrives.update({(x, stage): backward[stage] for x in node.all_input_nodes})
     for node in program.ops:
         for x in node.all_input_nodes:
             if x.name in program.params:
@@ -194,6 +202,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backwar
         names: dict[tuple[int, tuple[str, ...], bool], list[str]] = defaultdict(list)
         trained = wide = seconds = 0.0
         tensors = 0
+        weights: list[Weight] = []
         for node in here:
             param = program.params[node.name]
             layout, zero = stored_layout(node), node.meta.get("zero", 0)
@@ -212,20 +221,22 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backwar
                     trained += piece
                     wide += mixed * piece
                     tensors += 1
-                key = zero, tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1), several(users[node])
+                axes = tuple(a for a in node.meta.get("sync", ()) if getattr(mesh, a) > 1)
+                weights.append(Weight(node, held * size, piece * size, size, axes, zero))
+                key = zero, axes, several(users[node])
                 buckets[key] += held * size
                 names[key].append(param.name)
         seconds += optimizer_seconds(trained, cluster.device, mixed=wide, tensors=tensors) if trained else 0.0
         if buckets:
             grown = accumulation_seconds(sum(buckets.values()), sum(map(len, names.values())), cluster.device)
             seconds += (plan.microbatches - 1) * grown
-        sums: list[tuple[float, float]] = []  # of gradients, in buckets, as backward fills them
+        sums: list[tuple[float, float]] = []  # of gradients, in buckets: when backward has them, and what is started then
+        for bucket in filled([w for w in weights if w.axes]):
+            steps = weight_sync(sum(w.whole for w in bucket), bucket[0].axes, 2 if bucket[0].scatter else 0, mesh, cluster)
+            started, *later = (step.seconds for step in steps if step.direction == "backward")
+            sums.append((max(arrives[w.node, s] for w in bucket), started))
+            seconds += sum(later)  # sums over other axes of what was scattered: when that is waited for
         for (zero, axes, tied), nbytes in buckets.items():
-            count = max(1, ceil(nbytes / BUCKET_BYTES))
-            for _ in range(count):
-                filled = [sync.seconds for sync in weight_sync(nbytes / count, axes, zero, mesh, cluster) if sync.direction == "backward"]
-                if filled:
-                    sums.append((nbytes / count, sum(filled)))
             syncs = weight_sync(nbytes, axes, zero, mesh, cluster)
             if tied:
                 syncs += (gradient_sync(nbytes / (mesh.data if zero in (1, 2) else 1), ("pipeline",), mesh, cluster),)
@@ -238,8 +249,8 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, backwar
                 plan.collectives.append(CollectiveRow(sync.kind, sync.axis, what, "", "", why, "step", s, sync.nbytes, sync.seconds, 1))
         flight = in_flight(placed.run_as(plan.microbatches, p), p, plan.chunks, plan.microbatches, s)
         whole = sum(t for _, t in sums)
-        # gloo works on the processors that backward needs
-        left = whole if cluster.device.kind == "cpu" else exposed_seconds(sums, backward[s])
+        # gloo works on the processors that backward needs; of several stages a rank, sums start when all backwards are over
+        left = whole if cluster.device.kind == "cpu" or plan.chunks > 1 else exposed_seconds(sums, backward[s])
         seconds += left
         hidden += (whole - left) / p
         ops_here = [op for op in plan.ops if op.stage == s]

@@ -442,9 +442,10 @@ def test_step_equals_a_simulated_flow_shop(stages, m):
 
 def test_what_backward_hides_of_gradient_sums():
     # four equal buckets of 1 s, full after 1, 2, 3, 4 s of backward: only the last is left; of 3 s each they queue up
-    assert pipeline.exposed_seconds([(8, 1.0)] * 4, backward=4) == 1
-    assert pipeline.exposed_seconds([(8, 3.0)] * 4, backward=4) == 1 + 4 * 3 - 4
-    assert pipeline.exposed_seconds([(8, 3.0)], backward=100) == 3
+    assert pipeline.exposed_seconds([(n, 1.0) for n in (1, 2, 3, 4)], backward=4) == 1
+    assert pipeline.exposed_seconds([(n, 3.0) for n in (1, 2, 3, 4)], backward=4) == 1 + 4 * 3 - 4
+    assert pipeline.exposed_seconds([(100, 3.0)], backward=100) == 3
+    assert pipeline.exposed_seconds([(1, 3.0)], backward=100) == 0
     assert pipeline.exposed_seconds([], backward=1) == 0
 
 

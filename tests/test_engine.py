@@ -9,9 +9,11 @@ from torch.utils import _pytree as pytree
 from workers import run_on
 
 from autoshard import runtime as rt
+from autoshard.cost.buckets import Weight, filled
 from autoshard.errors import MeshError, RunError
 from autoshard.placement import local_shape, parse_layout
 from autoshard.runtime.feed import over_time
+from autoshard.runtime.gradients import Entry, GradientSync
 from autoshard.runtime.pieces import join, take
 
 STEPS = 3
@@ -321,3 +323,15 @@ def test_pieces_join_to_the_whole(layout, shape):
     parts = {(d, t): take(tensor, layout, sizes, (d, t)) for d in range(2) for t in range(3)}
     assert all(tuple(part.shape) == local_shape(shape, layout, sizes, at) for at, part in parts.items())
     assert torch.equal(join(parts, layout, sizes), tensor)
+
+
+def test_buckets_are_in_the_order_in_which_backward_fills_them():
+    # 16 MB each, summed over one group, and few small ones over another, which are in the first layer as in the last
+    large, small = [torch.empty(4 * 2**20, requires_grad=True) for _ in range(3)], [torch.empty(8, requires_grad=True) for _ in range(2)]
+    leaves = [small[0], *large, small[1]]
+    groups = {x: "all" if x.numel() == 8 else "data" for x in leaves}
+    sync = GradientSync([Entry(x, groups[x]) for x in leaves], every_backward=False)
+    sums = [[id(x) for x in bucket] for bucket in ([large[2]], [large[1]], [large[0]], small[::-1])]
+    assert [[id(entry.leaf) for entry in bucket.entries] for bucket in sync._buckets] == sums
+    predicted = filled([Weight(x, 4.0 * x.numel(), 4.0 * x.numel(), 4, (groups[x],)) for x in leaves])
+    assert [[id(weight.node) for weight in bucket] for bucket in predicted] == sums

@@ -56,6 +56,21 @@ class Weight:
         return axes, self.scatter, self.level == 2, self.itemsize
 
 
+def filled(weights: Sequence[Weight]) -> list[list[Weight]]:
+    """Buckets of weights, those in the order of their first use in forward, in the order in which backward fills them."""
+    filling: dict[tuple, tuple[list[Weight], float]] = {}
+    order: dict[int, list[Weight]] = {}
+    for weight in reversed([w for w in weights if w.axes or w.cut]):
+        bucket, size = filling.get(weight.key, ([], 0.0))
+        if size + weight.whole > BUCKET_BYTES:
+            bucket, size = [], 0.0
+        filling[weight.key] = bucket, size + weight.whole
+        bucket.append(weight)
+        order.pop(id(bucket), None)
+        order[id(bucket)] = bucket
+    return list(order.values())
+
+
 class Buckets:
     """Sums gradients as they arrive, and hands over pieces.
 
@@ -66,15 +81,7 @@ class Buckets:
 
     def __init__(self, heap: Heap, weights: Sequence[Weight], ranks: int, copies: bool):
         self.heap, self.ranks, self.copies = heap, ranks, copies
-        self.buckets: list[list[Weight]] = []
-        filling: dict[tuple, tuple[list[Weight], float]] = {}
-        for weight in reversed([w for w in weights if w.axes or w.cut]):
-            bucket, size = filling.get(weight.key, (None, BUCKET_BYTES))
-            if bucket is None or size + weight.whole > BUCKET_BYTES:
-                bucket, size = [], 0
-                self.buckets.append(bucket)
-            filling[weight.key] = bucket, size + weight.whole
-            bucket.append(weight)
+        self.buckets = filled(weights)
         self.of = {w.node: bucket for bucket in self.buckets for w in bucket}
         self.missing = [len(bucket) for bucket in self.buckets]
         self.arrived: dict[fx.Node, Block] = {}

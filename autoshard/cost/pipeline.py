@@ -97,15 +97,13 @@ def bubble_share(work: Sequence[float], microbatches: int, pipelined: float) -> 
 def exposed_seconds(buckets: Sequence[tuple[float, float]], backward: float) -> float:
     """Seconds of communication that are left when the last backward, of ``backward`` seconds, is over.
 
-    buckets: of gradients, (bytes, seconds of their sum) in the order in which backward fills them, at a steady pace. Each is summed when it
-    is full and the one before is done, while backward goes on: the last one never overlaps.
+    buckets: of gradients, (seconds of backward after which it is full, seconds of their sum), in this order. Each is summed when it is full
+    and the one before is done, while backward goes on.
     """
-    total, whole = (sum(column) for column in zip(*buckets)) if buckets else (0.0, 0.0)
-    filled = free = 0.0
-    for nbytes, seconds in buckets:
-        filled += nbytes
-        free = max(free, backward * filled / total) + seconds
-    return min(whole, max(0.0, free - backward))
+    free = 0.0
+    for full, seconds in buckets:
+        free = max(free, full) + seconds
+    return max(0.0, free - backward)
 
 
 def crowded_seconds(step: float, busy: Sequence[float], crowding: float) -> float:

@@ -151,8 +151,11 @@ class GradientSync:
         self.reset()
 
     def _fill(self, used: list, unused: list) -> None:
-        """Buckets: first used parameters, from the last in forward to the first; those that no backward reaches must hold up no other."""
-        self._buckets = []
+        """Buckets: first used parameters, from the last in forward to the first; those that no backward reaches must hold up no other.
+
+        They are in the order in which backward fills them: one for few small parameters over other ranks is open for long.
+        """
+        order: dict[_Bucket, None] = {}
         for entries in (used, unused):
             filling: dict[tuple, tuple[_Bucket, int]] = {}
             for entry in reversed(entries):
@@ -161,9 +164,11 @@ class GradientSync:
                 nbytes = entry.leaf.numel() * entry.leaf.element_size()
                 if bucket is None or size + nbytes > BUCKET_BYTES:
                     bucket, size = (_Scatter if entry.scatter else _Bucket)(entry.group), 0
-                    self._buckets.append(bucket)
                 filling[key] = (bucket, size + nbytes)
                 bucket.entries.append(entry)
+                order.pop(bucket, None)
+                order[bucket] = None
+        self._buckets = list(order)
         self._of = {entry.leaf: bucket for bucket in self._buckets for entry in bucket.entries}
         self._used = {entry.leaf for entry in used}
 
