@@ -52,10 +52,12 @@ CASES = (
 
 @dataclass
 class Timed:
-    """seconds: medians of the rounds. work: processor time of all ranks, of a step."""
+    """seconds: medians of the rounds. work: processor time of all ranks, of a step; predicted_work: what they are busy, not counting that
+    they share processors."""
 
     case: Case
     prepared: compiler.Prepared
+    predicted_work: float
     seconds: list[float] = field(default_factory=list)
     work: list[float] = field(default_factory=list)
 
@@ -63,12 +65,18 @@ class Timed:
     def measured(self) -> float:
         return statistics.median(self.seconds)
 
+    @property
+    def worked(self) -> float:
+        return statistics.median(self.work)
+
 
 def prepare(case: Case, cluster: Cluster) -> Timed:
     model, batch = MODELS[case.model](**SIZES[case.model])
     options = {"zero": case.zero, "recompute": case.recompute, "microbatches": case.microbatches}
     plan = compiler.plan(model, case.mesh, batch, cluster=cluster, **options)
-    return Timed(case, compiler.Prepared.of(capture(model, batch), plan, Mesh.of(case.mesh), batch))
+    busy = sum(seconds for part, seconds in plan.breakdown.items() if part != "bubble")
+    work = busy * plan.mesh.size / cluster.crowding(plan.mesh.size)
+    return Timed(case, compiler.Prepared.of(capture(model, batch), plan, Mesh.of(case.mesh), batch), work)
 
 
 def once(timed: Timed) -> None:
@@ -119,12 +127,15 @@ def table(cluster: Cluster, rounds: int = ROUNDS) -> bool:
         for timed in plans:
             once(timed)
             print(f"round {number + 1}: {timed.seconds[-1]:.3f} s, {timed.case}", file=sys.stderr, flush=True)
-    print("seconds of a step: predicted, median of the rounds, least and most of them; work: processor time of all ranks")
-    print(f"{'predicted':>10}{'measured':>10}{'ratio':>7}{'least':>8}{'most':>8}{'work':>8}")
+    print("seconds of a step: predicted, median of the rounds, least and most of them; processor time of all ranks: predicted, measured")
+    print(f"{'predicted':>10}{'measured':>10}{'ratio':>7}{'least':>8}{'most':>8}{'predicted':>11}{'work':>8}{'ratio':>7}")
     for timed in sorted(plans, key=lambda timed: timed.measured):
         predicted = timed.prepared.plan.step_seconds
-        row = predicted, timed.measured, predicted / timed.measured, min(timed.seconds), max(timed.seconds), statistics.median(timed.work)
-        print("{:10.3f}{:10.3f}{:7.2f}{:8.3f}{:8.3f}{:8.3f}   {}".format(*row, timed.case))
+        clock = predicted, timed.measured, predicted / timed.measured, min(timed.seconds), max(timed.seconds)
+        work = timed.predicted_work, timed.worked, timed.predicted_work / timed.worked
+        print("{:10.3f}{:10.3f}{:7.2f}{:8.3f}{:8.3f}{:11.3f}{:8.3f}{:7.2f}   {}".format(*clock, *work, timed.case))
     found = spearman([t.prepared.plan.step_seconds for t in plans], [t.measured for t in plans])
+    worked = spearman([t.predicted_work for t in plans], [t.worked for t in plans])
+    print(f"of the processor times, which other work on the machine disturbs less, the rank correlation is {worked:.3f}")
     print(f"Spearman's rank correlation {found:.3f} of {len(plans)} plans, {rounds} rounds of {STEPS} steps")
     return found >= LEAST
