@@ -221,11 +221,11 @@ class Part:
         beside = beside or {}
         if (prices, *beside.items()) in self.asked:
             return False
-        self.asked.add((prices, *beside.items()))
         if tolerance and self.columns:
             known = min(column.whole.priced(prices) for column in self.columns)
             if known - self.least(prices, first) <= tolerance * known:
                 return False
+        self.asked.add((prices, *beside.items()))
         bound = float("inf")
         for case in range(len(self.cases)):
             try:

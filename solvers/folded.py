@@ -145,6 +145,8 @@ class _Search:
                 if not self.tolerance:
                     break
                 self.tolerance = 0.0
+                if not self.reprice(found, below):
+                    break
 
     def prove(self) -> tuple[Master, LinearAnswer]:
         """Solve the master from below. Raises OutOfMemory."""
