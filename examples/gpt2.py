@@ -13,6 +13,11 @@ def gpt2():
     return on_meta(transformers.GPT2Config(**PLAIN), 32, 1024)
 
 
+def gpt3_13b():
+    """The 40 layers of the GPT-3 of 13 billion parameters (the same table) and a batch of 1024 x 2048 tokens: for planning."""
+    return on_meta(transformers.GPT2Config(n_positions=2048, n_embd=5120, n_layer=40, n_head=40, **PLAIN), 1024, 2048)
+
+
 def gpt3_175b():
     """The 96 layers of GPT-3 (arXiv:2005.14165, table 2.1) and a batch of 1536 x 2048 tokens, both on the meta device: for planning."""
     return on_meta(transformers.GPT2Config(n_positions=2048, n_embd=12288, n_layer=96, n_head=96, **PLAIN), 1536, 2048)
