@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.capture import Captured
-from autoshard.errors import InfeasibleError, PlanError
+from autoshard.errors import InfeasibleError, PlanError, SlowerError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
 from autoshard.planning.baselines import BASELINES, Baseline
@@ -25,10 +25,6 @@ SLACK = 0.98
 
 
 OURS = "autoshard"
-
-
-class Slower(PlanError):
-    """Not planned: it can't be faster than what is known."""
 
 
 def compare(
@@ -92,7 +88,7 @@ class _Planner:
             given = (mesh, partial(self.attempt, best, baseline, savings, mesh), partial(self.finished, mesh), self.known(best))
             try:
                 found = self.wanted.over_microbatches(*given)
-            except Slower:
+            except SlowerError:
                 continue
             except PlanError as error:
                 reason = reason or error.what
@@ -105,10 +101,10 @@ class _Planner:
         return best[0].step_seconds if best and best[0].peak_bytes <= self.wanted.limit else float("inf")
 
     def attempt(self, best: list[Plan], baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan | Outline:
-        """The plan for ``m``, or its outline. Raises Slower if it can't be faster than the best one, which fits."""
+        """The plan for ``m``, or its outline. Raises SlowerError if it can't be faster than the best one, which fits."""
         known = self.known(best)
         if SLACK * self.one_device * self.share(mesh, m) >= known < float("inf"):
-            raise Slower(f"{m} micro-batches on mesh {mesh} are slower than the best")
+            raise SlowerError(f"{m} micro-batches on mesh {mesh} are slower than the best")
         self.progress(f"{baseline.name} on {mesh}, {m} micro-batch{'es' * (m > 1)}")
         tasks = [replace(self.wanted, saving=saving).task(mesh, m, baseline.narrow) for saving in savings]
         drafts = [(task, self.outlined(task)) for task in tasks if isinstance(task, LongTask)]

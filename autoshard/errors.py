@@ -46,6 +46,12 @@ class InfeasibleError(PlanError):
     always = False
 
 
+class SlowerError(PlanError):
+    """No plan that fits is as fast as one that is known. least: seconds that a step takes at least."""
+
+    least = 0.0
+
+
 class RunError(AutoshardError):
     """The sharded module was called with something that it was not compiled for."""
 

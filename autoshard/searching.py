@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ from autoshard import passes
 from autoshard.capture import Captured
 from autoshard.cluster import Cluster, parse_bytes
 from autoshard.draws import without_keys
-from autoshard.errors import InfeasibleError, PlanError
+from autoshard.errors import InfeasibleError, PlanError, SlowerError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
@@ -68,6 +68,7 @@ class Wanted:
     schedule: str
     offload: bool
     random: str
+    _drafts: dict[tuple[Mesh, int], Plan | Outline] = field(default_factory=dict, init=False)
 
     @property
     def program(self) -> Program:
@@ -81,15 +82,18 @@ class Wanted:
     def on(self, mesh: Mesh, cutoff: float = float("inf")) -> Plan:
         """The best plan for a mesh, over the numbers of micro-batches. cutoff: as for ``over_microbatches``. Raises PlanError."""
         mesh = self.placed(mesh)
-        tasks: dict[int, Task] = {}
 
-        def draft(m: int) -> Plan | Outline:
-            tasks[m] = self.task(mesh, m)
-            return tasks[m].drafted()
+        def finish(plan: Plan | Outline, cutoff: float) -> Plan:
+            return self.task(mesh, plan.microbatches).finished(plan, cutoff)
 
-        best = self.over_microbatches(mesh, draft, lambda plan, cutoff: tasks[plan.microbatches].finished(plan, cutoff), cutoff)
+        best = self.over_microbatches(mesh, lambda m: self._drafted(mesh, m), finish, cutoff)
         check_memory(best)
         return best
+
+    def _drafted(self, mesh: Mesh, m: int) -> Plan | Outline:
+        if (mesh, m) not in self._drafts:
+            self._drafts[mesh, m] = self.task(mesh, m).drafted()
+        return self._drafts[mesh, m]
 
     def placed(self, mesh: Mesh) -> Mesh:
         """The mesh, in the order of ranks that looks best if it has none."""
@@ -149,22 +153,22 @@ class Wanted:
         """The best plan over the meshes of so many devices: those that look best, memory aside, are searched until none can be better."""
         batch = batch_of(self.program)
         meshes = Mesh.all(devices, self.cluster.node_size)
-        found: list[tuple[float, Mesh]] = []
+        found: list[_Look] = []
         refused: PlanError | None = None
         for mesh in map(self.placed, meshes):
             if batch is not None and batch % mesh.data:
                 continue
             try:
-                found.append((self._estimate(mesh), mesh))
+                found.append(self._look(mesh))
             except PlanError as error:
                 refused = error
         best: Plan | None = None
-        for estimate, mesh in sorted(found, key=lambda pair: pair[0]):
-            logger("plan").info("mesh %s: %.4g s or more", mesh, estimate)
-            if best is not None and estimate >= best.step_seconds:
-                break
+        for look in sorted(found, key=lambda look: look.guess):
+            if best is not None and look.seconds >= best.step_seconds:
+                continue
+            logger("plan").info("mesh %s: %.4g s or more", look.mesh, look.seconds)
             try:
-                plan = self.on(mesh, _useful(best))
+                plan = self.on(look.mesh, _useful(best))
             except PlanError as error:
                 refused = error
                 continue
@@ -175,14 +179,31 @@ class Wanted:
         best.solver["meshes"] = len(found)
         return best
 
-    def _estimate(self, mesh: Mesh) -> float:
-        """About the least seconds of a step on a mesh, memory aside."""
+    def _look(self, mesh: Mesh) -> _Look:
+        """What a mesh is worth at first sight. Raises PlanError."""
         m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
         task = self.task(mesh, m)
         if not isinstance(task, LongTask):
-            return task.estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
-        more = [] if self.microbatches else larger_microbatches(self.program, mesh, m)[-1:]
-        return min(each.estimate() for each in (task, *(self.task(mesh, m) for m in more)))
+            seconds = task.estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
+            return _Look(mesh, seconds, seconds)
+        drafts = [self._drafted(mesh, m)]
+        if not self.microbatches:
+            drafts += [self._drafted(mesh, most) for most in larger_microbatches(self.program, mesh, m)[-1:]]
+        guesses = [plan.step_seconds * (1 + _FITTING * max(0.0, 1 - self.limit / plan.peak_bytes)) for plan in drafts]
+        return _Look(mesh, min(plan.step_seconds for plan in drafts), min(guesses))
+
+
+_FITTING = 0.2
+"""Of a step's time, what it takes about to make a plan fit that needs far more memory than there is."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """seconds: about the least of a step on a mesh, memory aside. guess: about what it will be once it fits."""
+
+    mesh: Mesh
+    seconds: float
+    guess: float
 
 
 def _rank(plan: Plan, limit: float) -> tuple[bool, float]:
@@ -205,6 +226,7 @@ class _Race:
         self.limit, self.make, self.finish, self.cutoff = limit, draft, finish, cutoff
         self.drafts: list[Plan | Outline] = []
         self.full: float = 0
+        self.dearer = 0.0  # seconds that fitting costs the smallest pieces of the batch: larger ones, no less
         self.best: Plan | None = None
         self.refused: PlanError | None = None
 
@@ -231,9 +253,11 @@ class _Race:
             self.drafts.remove(plan)
             try:
                 self.best = self.finish(plan, self.cutoff)
+                self.dearer = self.best.step_seconds - plan.step_seconds
             except InfeasibleError:
                 raise
             except PlanError as error:
+                self.dearer = error.least - plan.step_seconds if isinstance(error, SlowerError) else 0.0
                 self.refuse(error)
 
     def winner(self) -> Plan:
@@ -241,7 +265,7 @@ class _Race:
         planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts
         for plan in sorted(self.drafts, key=lambda plan: plan.step_seconds):
             fits = self.best is not None and self.best.peak_bytes <= self.limit
-            if plan.step_seconds >= (self.best.step_seconds if fits else self.cutoff):
+            if plan.step_seconds + max(0.0, self.dearer) >= (self.best.step_seconds if fits else self.cutoff):
                 break
             if plan.microbatches < planned:
                 continue
@@ -255,5 +279,5 @@ class _Race:
             if self.best is None or _rank(found, self.limit) < _rank(self.best, self.limit):
                 self.best = found
         if self.best is None:
-            raise self.refused or PlanError(f"no plan takes less than {self.cutoff:.4g} s", hint="another plan is faster")
+            raise self.refused or SlowerError(f"no plan takes less than {self.cutoff:.4g} s", hint="another plan is faster")
         return self.best

@@ -128,7 +128,7 @@ class Task:
     def finished(self, quick: Plan, cutoff: float = float("inf")) -> Plan:
         """The quick plan if it fits, or if no more may be done; else the best that does more to save memory.
 
-        cutoff: seconds of a step; what is slower is of no use. Raises InfeasibleError; PlanError if nothing that fits is as fast as that.
+        cutoff: seconds of a step; what is slower is of no use. Raises InfeasibleError; SlowerError if nothing that fits is as fast.
         """
         if not self.saving.open or self.limit is None or quick.peak_bytes <= self.limit:
             return quick
@@ -159,7 +159,7 @@ class Task:
         return self.made_to_fit(staged, staged.chain, transient, cutoff)
 
     def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float], cutoff: float) -> Plan:
-        """The fastest plan that fits, of a problem. chain: of the program. Raises Irregular, InfeasibleError, PlanError."""
+        """The fastest plan that fits, of a problem. chain: of the program. Raises Irregular, InfeasibleError, SlowerError."""
         found: dict[int, Plan] = {}  # by decision
 
         def measure(decision: Decision) -> list[float]:
@@ -225,12 +225,6 @@ class LongTask(Task):
         logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, found.objective, max(found.memory) / 2**30)
         return Outline(self.m, found.objective, max(found.memory), staged, time.perf_counter() - start)
 
-    def estimate(self) -> float:
-        try:
-            return self.outlined(1).step_seconds
-        except Irregular:
-            return super().estimate()
-
     def finished(self, draft: Outline | Plan, cutoff: float = float("inf")) -> Plan:
         """The plan of an outline if it fits; else the best that does."""
         if isinstance(draft, Plan):
@@ -246,7 +240,7 @@ class LongTask(Task):
         return plan
 
     def filled_in(self, draft: Outline, cutoff: float) -> Plan:
-        """Raises Irregular, InfeasibleError, PlanError."""
+        """Raises Irregular, InfeasibleError, SlowerError."""
         limit = AMPLE if self.limit is None else self.limit
         chain = chain_of(self.cut, fold(self.cut), pure_nodes(self.cut))
         transient = [0.0] * self.mesh.pipeline

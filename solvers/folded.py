@@ -53,7 +53,11 @@ class OutOfMemory(Infeasible):
 
 
 class TooSlow(Infeasible):
-    """No plan is as fast as was asked for."""
+    """No plan is as fast as was asked for. least: seconds of a step, proven."""
+
+    def __init__(self, least: float):
+        super().__init__(f"no plan takes less than {least:.4g} s")
+        self.least = least
 
 
 def solve_folded(
@@ -132,7 +136,7 @@ class _Search:
         for number in range(_ROUNDS):
             below, found = self.prove()
             if self.bound >= self.cutoff:
-                raise TooSlow(f"no plan takes less than {self.bound:.4g} s")
+                raise TooSlow(self.bound)
             self.answers()
             objective = self.best[0] if self.best else float("inf")
             columns = sum(len(part.columns) for part in self.parts.values())

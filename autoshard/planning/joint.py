@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError, PlanError
+from autoshard.errors import InfeasibleError, SlowerError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.planning.chain import Chain, Irregular, chain_of
@@ -75,7 +75,7 @@ def decide_jointly(
         measure: predicted peak bytes of each stage, of a decision.
         cutoff: seconds of a step; what is slower is of no use.
 
-    Raises InfeasibleError: nothing fits. PlanError: nothing that fits is as fast as that.
+    Raises InfeasibleError: nothing fits. SlowerError: nothing that fits is as fast as that.
     """
     start = time.perf_counter()
     mesh, limit = program.mesh, staged.problem.limit
@@ -89,7 +89,9 @@ def decide_jointly(
         except TooSlow as error:
             if best is not None:
                 break
-            raise PlanError(str(error), hint="another plan is faster") from error
+            slower = SlowerError(str(error), hint="another plan is faster")
+            slower.least = error.least
+            raise slower from error
         except OutOfMemory as error:
             if best is not None:
                 break
