@@ -15,6 +15,7 @@ from autoshard.errors import InfeasibleError, PlanError, SlowerError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
+from autoshard.planning.chain import Irregular
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
 from autoshard.planning.ordering import Traffic, placements_on
 from autoshard.planning.plan import Plan
@@ -22,7 +23,7 @@ from autoshard.planning.planner import Narrow, Saving
 from autoshard.predict import check_memory
 from autoshard.program import Program
 from autoshard.schedule import schedule_of
-from autoshard.tasks import Cuts, LongTask, Outline, Task, default_schedule
+from autoshard.tasks import BLOCKS, Cuts, LongTask, Outline, Task, default_schedule
 
 
 def search(captured: Captured, title: str, mesh: Mesh | int, *options: Any, **named: Any) -> Plan:
@@ -160,6 +161,8 @@ class Wanted:
                 continue
             try:
                 found.append(self._look(mesh))
+            except Irregular as reason:  # many layers, and more stages yet
+                refused = PlanError(f"mesh {mesh}: {reason}", hint="ask for this mesh alone")
             except PlanError as error:
                 refused = error
         best: Plan | None = None
@@ -180,15 +183,16 @@ class Wanted:
         return best
 
     def _look(self, mesh: Mesh) -> _Look:
-        """What a mesh is worth at first sight. Raises PlanError."""
+        """What a mesh is worth at first sight. Raises PlanError, Irregular."""
         m = self.microbatches or max(microbatch_candidates(self.program, mesh, None))
         task = self.task(mesh, m)
         if not isinstance(task, LongTask):
             seconds = task.estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
             return _Look(mesh, seconds, seconds)
-        drafts = [self._drafted(mesh, m)]
-        if not self.microbatches:
-            drafts += [self._drafted(mesh, most) for most in larger_microbatches(self.program, mesh, m)[-1:]]
+        more = [] if self.microbatches else larger_microbatches(self.program, mesh, m)[-1:]
+        drafts = [each.outlined(1) for each in (task, *(self.task(mesh, most) for most in more))]
+        if len(drafts[0].staged.problem.chain) >= BLOCKS * mesh.pipeline:
+            self._drafts.update({(mesh, plan.microbatches): plan for plan in drafts})
         guesses = [plan.step_seconds * (1 + _FITTING * max(0.0, 1 - self.limit / plan.peak_bytes)) for plan in drafts]
         return _Look(mesh, min(plan.step_seconds for plan in drafts), min(guesses))
 

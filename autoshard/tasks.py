@@ -204,18 +204,18 @@ class LongTask(Task):
     def drafted(self, solvers=CHEAPEST) -> Outline | Plan:
         """What is fastest, memory aside."""
         try:
-            return self.outlined(BLOCKS)
+            return self.outlined()
         except Irregular as reason:
             logger("plan").info("planned op by op: %s", reason)
             return super().drafted(solvers)
 
-    def outlined(self, blocks: int) -> Outline:
+    def outlined(self, blocks: int = BLOCKS) -> Outline:
         """What is fastest, memory aside, if there are so many blocks for each stage. Raises Irregular, PlanError."""
         start = time.perf_counter()
         self.schedule.check(self.m, self.mesh.pipeline, self.schedule.chunks)
         staged = self.staged(self.cuts.short.of(self.m, self.mesh), AMPLE, Saving(0, bool(self.saving.recompute)).modes)
         if len(staged.problem.chain) < blocks * self.mesh.pipeline:
-            raise Irregular("there are few blocks for so many stages")
+            raise Irregular(f"there are few blocks for {self.mesh.pipeline} stages")
         if self.limit is not None and staged.problem.least_state > self.limit:
             raise too_small(staged.problem.least_state, self.limit, self.mesh)
         try:
