@@ -45,6 +45,7 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             buckets[node.meta["bucket"]].append(node)
     spent: dict[fx.Node, float] = {}  # seconds of backward
     pricing, alone = Pricing(mesh.sizes, cluster), Pricing((1, 1), cluster)
+    priced: dict[tuple[int, int], tuple] = {}  # by rule and strategy: the ops of a hundred layers cost what those of one do
     for node in program.ops:
         if is_getitem(node):
             continue
@@ -66,7 +67,11 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
                     plan.collectives.append(_row(step, node, plan, stage, why, plan.microbatches))
             continue
         strategy, rule = node.meta["strategy"], rule_for(node)
-        cost = pricing.costs(node, rule, (strategy,))[0]
+        key = id(rule), id(strategy)
+        if key not in priced:
+            whole = _whole(len(strategy.operands), len(strategy.results))
+            priced[key] = rule, pricing.costs(node, rule, (strategy,))[0], alone.costs(node, rule, (whole,))[0], _texts(node)
+        _, cost, one, texts = priced[key]
         spent[node] = cost.backward + (cost.forward if node.meta.get("again") == "again" else 0.0)
         per_stage[stage]["compute"] += cost.forward + spent[node]
         part[stage]["forward"] += cost.forward
@@ -76,9 +81,8 @@ def predict(plan: Plan, program: Program, cluster: Cluster) -> Plan:
             per_stage[stage][step.axis] += step.seconds
             part[stage]["forward"] += step.seconds
             plan.collectives.append(_row(step, node, plan, stage, f"inside {node.target}", plan.microbatches))
-        one = alone.costs(node, rule, (_whole(len(strategy.operands), len(strategy.results)),))[0]
         whole_seconds += (one.forward + one.backward) * plan.microbatches
-        plan.ops.append(_op_row(node, program, cost))
+        plan.ops.append(_op_row(node, program, cost, texts))
     _sends(plan, program, mesh, cluster)
     once, hidden = _weights(plan, program, mesh, cluster, spent)
     _totals(plan, mesh, cluster, per_stage, part, once, hidden, whole_seconds, program)
@@ -108,8 +112,18 @@ def _whole(operands: int, results: int) -> Strategy:
     return Strategy((choice, choice), (nothing,) * operands, (nothing,) * results)
 
 
-def _op_row(node: fx.Node, program: Program, cost) -> OpRow:
+def _texts(node: fx.Node) -> dict:
+    """What a row says of all ops of one rule and strategy."""
     strategy = node.meta["strategy"]
+    return {
+        "op": str(node.target).rsplit(".", 1)[0],
+        "choices": [c.name for c in strategy.choices],
+        "layout": format_layout(strategy.results[0]) if strategy.results else "",
+        "operands": [format_layout(layout) for layout in strategy.operands],
+    }
+
+
+def _op_row(node: fx.Node, program: Program, cost, texts: dict) -> OpRow:
     weights = {}
     for x in operands(node):
         source = _source(x)
@@ -117,18 +131,15 @@ def _op_row(node: fx.Node, program: Program, cost) -> OpRow:
             weights[program.params[source.name].name] = format_layout(stored_layout(source))
     return OpRow(
         node=node.name,
-        op=str(node.target).rsplit(".", 1)[0],
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
         stage=node.meta["stage"],
-        choices=[c.name for c in strategy.choices],
-        layout=format_layout(strategy.results[0]) if strategy.results else "",
-        operands=[format_layout(layout) for layout in strategy.operands],
         weights=weights,
         flops=cost.flops,
         split=cost.split,
         forward=cost.forward,
         backward=cost.backward,
+        **texts,
     )
 
 

@@ -4,6 +4,7 @@ Facts live in ``node.meta``:
 
     val       tensor on ``meta`` (or a tuple of them): global shape and dtype before LOCAL, the rank's own after
     grad      whether a gradient flows through the value (its result requires grad)
+    rule      autoshard.rules.OpRule of an op, from PLANNED on and before LOCAL: shapes stay as they are
     strategy  autoshard.rules.Strategy, from the plan
     layouts   tuple of Layout, one per tensor result
     stage     pipeline stage

@@ -24,8 +24,10 @@ from autoshard.predict import check_memory
 from autoshard.program import Program
 from autoshard.schedule import schedule_of
 from autoshard.tasks import BLOCKS, Cuts, LongTask, Outline, Task, default_schedule
+from autoshard.tracing import few_collections
 
 
+@few_collections()
 def search(captured: Captured, title: str, mesh: Mesh | int, *options: Any, **named: Any) -> Plan:
     """The plan with the shortest predicted step that fits. ``options`` are those of ``wanted_of``. Raises PlanError."""
     return wanted_of(captured, title, *options, **named).best(mesh)

@@ -206,6 +206,7 @@ def localize(program: Program, coords: tuple[int, ...]) -> Program:
         else:
             new = _local_node(graph, node, built, sizes, coords)
         new.meta = copy.copy(node.meta)
+        new.meta.pop("rule", None)
         if draws(node):
             new.meta["cut_along"] = tuple(axis for axis, p in zip(SHARDED_AXES, node.meta["layouts"][0]) if p.is_shard)
         if "val" in node.meta and not is_getitem(node):

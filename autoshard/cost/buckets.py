@@ -82,7 +82,8 @@ class Buckets:
     def __init__(self, heap: Heap, weights: Sequence[Weight], ranks: int, copies: bool):
         self.heap, self.ranks, self.copies = heap, ranks, copies
         self.buckets = filled(weights)
-        self.of = {w.node: bucket for bucket in self.buckets for w in bucket}
+        self.of = {w.node: number for number, bucket in enumerate(self.buckets) for w in bucket}
+        self.scatters = any(w.scatter for bucket in self.buckets for w in bucket)
         self.missing = [len(bucket) for bucket in self.buckets]
         self.arrived: dict[fx.Node, Block] = {}
         self.launched = self.finished = 0
@@ -93,7 +94,7 @@ class Buckets:
         if node not in self.of:
             return block
         self.arrived[node] = block
-        self.missing[self.buckets.index(self.of[node])] -= 1
+        self.missing[self.of[node]] -= 1
         while self.launched < len(self.buckets) and self.missing[self.launched] <= 0:
             self._launch()
         return None
@@ -127,7 +128,7 @@ class Buckets:
         elif cut:
             moving = [self.arrived[w.node] for w in bucket]
         self.moving.append(moving)
-        if any(w.scatter for one in self.buckets for w in one) and self.launched - self.finished > IN_FLIGHT:
+        if self.scatters and self.launched - self.finished > IN_FLIGHT:
             self._finish()
 
     def _finish(self) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoshard import ops
 from autoshard.cost.heap import ACTIVATIONS, TRANSIENT, Block, Heap
-from autoshard.cost.scratch import conversion_scratch, op_scratch
+from autoshard.cost.scratch import NOTHING, Scratch, conversion_scratch, op_scratch
 from autoshard.cost.strides import Ints, contiguous, dense_like, viewed
 from autoshard.placement import R, blocks_now, local_shape
 from autoshard.program import Program, is_getitem, op_kind, operands, result_of, tensors
@@ -58,6 +58,26 @@ class Left:
     outputs: list[Block] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What is known of an op before it runs; ops that are alike share it.
+
+    kind: "convert" of a conversion. results: (local shape, bytes an element), on the fullest rank; nbytes: of each of them.
+    saved: what autograd saves, operand i, or -1-i for result i, and whether that, or a kernel's own (``scratch.saved``), is anything.
+    again: operands that are weights to be gathered again in backward.
+    gradients: (operand, bytes of its gradient; None where it is the incoming one, handed on) of those that have one.
+    """
+
+    kind: str
+    results: tuple[tuple[Ints, int], ...]
+    nbytes: tuple[float, ...]
+    scratch: Scratch
+    saved: tuple[int, ...]
+    saves: bool
+    again: tuple[int, ...]
+    gradients: tuple[tuple[int, float | None], ...]
+
+
 class MicroBatch:
     """Runs a stage's forward and backward on a heap.
 
@@ -71,6 +91,17 @@ class MicroBatch:
         self.program, self.sizes, self.copies = program, sizes, copies
         self.ops = program.ops
         self.rules = {n: rule_for(n) for n in self.ops if not is_getitem(n) and n.target is not ops.convert}
+        self.inputs = {n: operands(n) for n in self.ops}
+        self.values = {n: [result_of(x) for x in found] for n, found in self.inputs.items()}
+        self.traits: dict[fx.Node, Traits] = {}
+        self.laid: dict[tuple, Ints | list[Ints]] = {}  # strides of results, by traits and strides of operands; of a view alone, no list
+        known: dict[tuple, Traits] = {}
+        for node in self.ops:
+            if not is_getitem(node):
+                key = self._like(node)
+                if key not in known:
+                    known[key] = self._traits(node)
+                self.traits[node] = known[key]
         self.keep = set(program.output.all_input_nodes)
         self.runs: list[tuple[int | None, list[fx.Node]]] = []
         for number, run in groupby(self.ops, lambda node: node.meta.get("region")):
@@ -79,6 +110,8 @@ class MicroBatch:
                 self.runs += [(None, [n]) for n in run]
             else:
                 self.runs.append((number, run))
+        self.made = [run if number is None else self._made(run) for number, run in self.runs]
+        self.dead, self.alive = releases(self.made, [run for _, run in self.runs], self.keep, False)
         self.buckets: dict[int, list[fx.Node]] = defaultdict(list)  # weights of ZeRO level 3 that are gathered together
         for node in self.ops:
             if "bucket" in node.meta:
@@ -86,11 +119,62 @@ class MicroBatch:
         self.readers: dict[fx.Node, int] = defaultdict(int)  # of parameters: how many ops send them a gradient
         for node in self.ops:
             if node.meta.get("grad"):
-                for x in operands(node):
+                for x in self.inputs[node]:
                     if x.op == "placeholder" and x.meta.get("grad"):
                         self.readers[x] += 1
 
-    # --- values ------------------------------------------------------------------------------------------------------
+    # --- what is known before ----------------------------------------------------------------------------------------
+
+    def _like(self, node: fx.Node) -> tuple:
+        """Equal for ops with the same traits: a rule says shapes, dtypes, constants and gradients."""
+        meta, inputs = node.meta, self.inputs[node]
+        layouts = tuple([(producer.meta.get("layouts"), index) for producer, index in self.values[node]])
+        gathered = tuple([_gathered(x) for x in inputs])
+        if node in self.rules:
+            return id(self.rules[node]), id(meta.get("strategy")), meta.get("layouts"), layouts, gathered, "region" in meta
+        val, (x,) = meta["val"], inputs
+        return meta["step"], tuple(val.shape), val.dtype, meta.get("grad"), x.meta.get("grad"), meta.get("layouts"), layouts
+
+    def _traits(self, node: fx.Node) -> Traits:
+        inputs, rule = self.inputs[node], self.rules.get(node)
+        results = tuple(self.local(node))
+        read = [self.local(producer)[index] for producer, index in self.values[node]]
+        ins, outs = ([float(prod(shape) * itemsize) for shape, itemsize in of] for of in (read, results))
+        wanted = [i for i, x in enumerate(inputs) if x.meta.get("grad")] if results else []
+        if rule is None:
+            handed = node.meta["step"].conversion.backward == "none"
+            return Traits("convert", results, tuple(outs), NOTHING, (), False, (), tuple([(i, None if handed else ins[i]) for i in wanted]))
+        kind = op_kind(node)
+        kernel = self._kernel(node, kind)
+        scratch = op_scratch(kernel, ins, outs)
+        gathered = {i for i, x in enumerate(inputs) if _gathered(x) and "region" not in node.meta}
+        saved = rule.saved
+        if rule.fallback:
+            saved = (*range(len(ins)), *(-1 - i for i in range(len(outs))))
+        if kernel == "vocab_cross_entropy":
+            saved = (0, *saved)
+        return Traits(
+            kind,
+            results,
+            tuple(outs),
+            scratch,
+            tuple([i for i in saved if i not in gathered]),  # those are gathered again; in a region they are made again with the rest
+            bool(rule.saved or scratch.saved),
+            tuple([i for i in rule.saved if i in gathered]),
+            tuple([(i, None if hands_on(kind, results[0], read[i]) else ins[i]) for i in wanted]),
+        )
+
+    def _kernel(self, node: fx.Node, kind: str) -> str:
+        """``kind``, or that of the local kernel that runs in the op's place."""
+        strategy = node.meta.get("strategy")
+        if kind == "cross_entropy_loss" and any(c.comms and k > 1 for c, k in zip(strategy.choices, self.sizes)):
+            return "vocab_cross_entropy"
+        return kind
+
+    def _made(self, run: list[fx.Node]) -> list[fx.Node]:
+        """What is read behind a region."""
+        inside = set(run)
+        return [node for node in run if node in self.keep or any(user not in inside for user in node.users)]
 
     def local(self, node: fx.Node) -> list[tuple[Ints, int]]:
         """(local shape, bytes an element) of each result, on the fullest rank."""
@@ -110,41 +194,30 @@ class MicroBatch:
     def forward(self, heap: Heap, placeholders: dict[fx.Node, Held]) -> Left:
         """Leaves on the heap what backward needs and what is returned."""
         left, env = Left(), {node: [held] for node, held in placeholders.items()}
-        items = [run for _, run in self.runs]
-        last = {x: i for i, run in enumerate(items) for node in run for x in node.all_input_nodes}
-        alive: list[fx.Node] = []
-        for i, (number, run) in enumerate(self.runs):
+        for (number, run), made, dead in zip(self.runs, self.made, self.dead):
             if number is None:
                 self._op(heap, run[0], env, left.saved)
-                alive.append(run[0])
             else:
-                made = self._region(heap, number, run, env, left)
-                alive += made
-            if i + 1 == len(items) or _module(items[i + 1]) != _module(run):
-                dead = [n for n in alive if n not in self.keep and last.get(n, i) <= i and not isinstance(n.meta["val"], (tuple, list))]
-                for node in dead:
-                    _release(heap, env, node)
-                alive = [n for n in alive if n in env]
+                self._region(heap, number, run, made, env, left)
+            for node in dead:
+                _release(heap, env, node)
         for x in self.program.output.args[0]:
             if isinstance(x, fx.Node):
                 left.outputs.append(heap.hold(env[x][0].block))
-        for node in alive:
+        for node in self.alive:
             _release(heap, env, node)
         return left
 
-    def _region(self, heap: Heap, number: int, run: list[fx.Node], env, left: Left) -> list[fx.Node]:
+    def _region(self, heap: Heap, number: int, run: list[fx.Node], made: list[fx.Node], env, left: Left) -> None:
         inside = set(run)
         read = {x: None for node in run for x in node.all_input_nodes if x not in inside and x.name not in self.program.params}
         left.inputs[number] = {x: heap.file(heap.hold(env[x][0].block), ACTIVATIONS) for x in read}
-        made = [node for node in run if node in self.keep or any(user not in inside for user in node.users)]
         self._body(heap, run, env, None, set(made), left.kept)
-        return made
 
     def _body(self, heap: Heap, run: list[fx.Node], env, saved, made: set[fx.Node], kept: dict[fx.Node, list[Held]]) -> None:
         """The statements of a region's method. saved: None in forward; in backward what is saved is put there, what is kept is found."""
-        last = {x: i for i, node in enumerate(run) for x in node.all_input_nodes}
-        alive: list[fx.Node] = []
-        for i, node in enumerate(run):
+        steps = [[node] for node in run]
+        for node, dead in zip(run, releases(steps, steps, made, True)[0]):
             again = node.meta.get("again", "again")
             if saved is not None and again == "kept":
                 env[node] = kept.pop(node)
@@ -156,12 +229,8 @@ class MicroBatch:
                 self._op(heap, node, env, saved)
                 if saved is None and again == "kept":
                     kept[node] = [Held(heap.file(heap.hold(h.block), ACTIVATIONS), h.shape, h.strides, h.itemsize) for h in env[node]]
-            alive.append(node)
-            if i + 1 == len(run) or _module([run[i + 1]]) != _module([node]):
-                for old in [n for n in alive if n not in made and (last.get(n, i) <= i or i + 1 == len(run))]:
-                    if i + 1 == len(run) or not isinstance(old.meta["val"], (tuple, list)):
-                        _release(heap, env, old)
-                alive = [n for n in alive if n in env]
+            for old in dead:
+                _release(heap, env, old)
 
     def _op(self, heap: Heap, node: fx.Node, env: dict[fx.Node, list[Held]], saved) -> None:
         """``saved``: None where autograd keeps nothing."""
@@ -175,62 +244,49 @@ class MicroBatch:
             env[node] = self._call(heap, node, env, saved)
 
     def _call(self, heap: Heap, node: fx.Node, env, saved) -> list[Held]:
-        ins, kind = [env[x][0] for x in operands(node)], op_kind(node)
-        results = self.local(node)
-        view = _view(node, kind, ins, results)
-        if view is not None:
-            heap.hold(view.block)
-            return [view]
-        out = [Held(heap.new(float(prod(s) * size)), s, _strides(kind, s, ins), size) for s, size in results]
-        scratch = op_scratch(self._kernel(node, kind), [x.nbytes for x in ins], [x.nbytes for x in out])
+        ins, traits = [env[x][0] for x in self.inputs[node]], self.traits[node]
+        strides = self._laid(node, traits, ins)
+        if isinstance(strides, tuple):
+            heap.hold(ins[0].block)
+            ((shape, itemsize),) = traits.results
+            return [Held(ins[0].block, shape, strides, itemsize)]
+        out = [Held(heap.new(n), shape, order, size) for n, (shape, size), order in zip(traits.nbytes, traits.results, strides)]
+        scratch = traits.scratch
         heap.look(scratch.forward)
         if saved is not None and node.meta.get("grad"):
-            self._save(heap, node, kind, ins, out, scratch.saved, saved)
+            self._save(heap, node, ins, out, scratch.saved, saved)
         elif scratch.saved:
             heap.look(scratch.saved)
         return out
 
-    def _saves(self, node: fx.Node) -> bool:
-        """Whether autograd saves something for the op's backward."""
-        if node not in self.rules or not node.meta.get("grad"):
-            return False
-        ins, outs = ([float(prod(s) * size) for x in of for s, size in self.local(x)] for of in (operands(node), [node]))
-        return bool(self.rules[node].saved or op_scratch(self._kernel(node, op_kind(node)), ins, outs).saved)
+    def _laid(self, node: fx.Node, traits: Traits, ins: list[Held]) -> Ints | list[Ints]:
+        """Strides of the results; of one that lies in the memory of the first operand, no list."""
+        key = (id(traits), *[x.strides for x in ins])
+        if key not in self.laid:
+            view = _view(node, traits.kind, ins, traits.results)
+            self.laid[key] = [_strides(traits.kind, shape, ins) for shape, _ in traits.results] if view is None else view
+        return self.laid[key]
 
     def _keep(self, heap: Heap, node: fx.Node, env, saved) -> None:
         """What an op saves that is not computed again."""
         if node in self.rules and node.meta.get("grad"):
-            self._save(heap, node, op_kind(node), [env[x][0] for x in operands(node)], env[node], 0.0, saved)
+            self._save(heap, node, [env[x][0] for x in self.inputs[node]], env[node], 0.0, saved)
 
-    def _kernel(self, node: fx.Node, kind: str) -> str:
-        """``kind``, or that of the local kernel that runs in the op's place."""
-        strategy = node.meta.get("strategy")
-        if kind == "cross_entropy_loss" and any(c.comms and k > 1 for c, k in zip(strategy.choices, self.sizes)):
-            return "vocab_cross_entropy"
-        return kind
-
-    def _save(self, heap: Heap, node: fx.Node, kind: str, ins: list[Held], out: list[Held], hidden: float, saved) -> None:
-        inputs = operands(node)
-        wanted = self.rules[node].saved
-        if self.rules[node].fallback:
-            wanted = (*range(len(ins)), *(-1 - i for i in range(len(out))))
-        if self._kernel(node, kind) == "vocab_cross_entropy":
-            wanted = (0, *wanted)
-        for i in wanted:
-            held = ins[i] if i >= 0 else out[-1 - i]
-            if i >= 0 and _gathered(inputs[i]) and "region" not in node.meta:
-                continue  # gathered again in backward; within a region they are made again together with the rest
-            saved[node].append(heap.file(heap.hold(held.block), held.block.category if _standing(held.block) else ACTIVATIONS))
+    def _save(self, heap: Heap, node: fx.Node, ins: list[Held], out: list[Held], hidden: float, saved) -> None:
+        found = saved[node]
+        for i in self.traits[node].saved:
+            block = (ins[i] if i >= 0 else out[-1 - i]).block
+            found.append(heap.file(heap.hold(block), block.category if _standing(block) else ACTIVATIONS))
         if hidden:
-            saved[node].append(heap.new(hidden, ACTIVATIONS))
+            found.append(heap.new(hidden, ACTIVATIONS))
 
     def _convert(self, heap: Heap, node: fx.Node, x: Held) -> Held:
-        step = node.meta["step"]
-        shape, itemsize = self.local(node)[0]
+        step, traits = node.meta["step"], self.traits[node]
+        ((shape, itemsize),) = traits.results
         if step.conversion.forward == "none":
             heap.hold(x.block)
             return Held(x.block, shape, x.strides, itemsize)
-        out = Held(heap.new(float(prod(shape) * itemsize)), shape, contiguous(shape), itemsize)
+        out = Held(heap.new(traits.nbytes[0]), shape, contiguous(shape), itemsize)
         together = self.buckets.get(node.meta.get("bucket"), [])
         if len(together) < 2:
             heap.look(self._moving(step, step.conversion.forward, x.nbytes, out.nbytes))
@@ -268,7 +324,7 @@ class MicroBatch:
         if self.program.loss is not None:
             trained = [self.program.leaves[self.program.loss]]
         for x, block in zip(trained, given):
-            self._give(x, block)
+            self._give(x, result_of(x), block)
         for number, run in reversed(self.runs):
             saved = left.saved
             if number is not None:
@@ -300,19 +356,24 @@ class MicroBatch:
                 env[x] = [Held(left.inputs[number][x], shape, contiguous(shape), itemsize)]
         self._body(self.heap, run, env, saved, set(), left.kept)
 
+    def _saves(self, node: fx.Node) -> bool:
+        """Whether autograd saves something for the op's backward."""
+        return node in self.traits and bool(node.meta.get("grad")) and self.traits[node].saves
+
     def _incoming(self, node: fx.Node) -> list[Block]:
-        return [self.grads[node, i] for i in range(len(tensors(node.meta["val"]))) if (node, i) in self.grads]
+        """Gradients of the results, as far as there are any."""
+        grads = self.grads
+        return [grads[node, i] for i in range(len(tensors(node.meta["val"]))) if (node, i) in grads]
 
     def _backward(self, node: fx.Node, saved) -> None:
-        if is_getitem(node) or not node.meta.get("grad"):
+        if node not in self.traits or not node.meta.get("grad"):
             return
         heap, incoming = self.heap, self._incoming(node)
         if incoming:
-            inputs = operands(node)
-            wanted = [i for i, x in enumerate(inputs) if x.meta.get("grad")]
-            gathered = [block for i in self._reads_again(node, inputs) for block in self._regather(inputs[i])]
-            out = {i: self._gradient(node, inputs[i], incoming[0]) for i in wanted}
-            heap.look(self._scratch(node, inputs).backward)
+            inputs, traits = self.inputs[node], self.traits[node]
+            gathered = [block for i in traits.again for block in self._regather(inputs[i])]
+            out = [(i, self._gradient(node, nbytes, incoming[0])) for i, nbytes in traits.gradients]
+            heap.look(traits.scratch.backward)
             for block in gathered:
                 heap.drop(block)
             for index in range(len(tensors(node.meta["val"]))):
@@ -321,16 +382,11 @@ class MicroBatch:
                     heap.drop(block)
             for block in saved.pop(node, ()):
                 heap.drop(block)
-            for i, block in out.items():
-                self._give(inputs[i], block)
+            for i, block in out:
+                self._give(inputs[i], self.values[node][i], block)
         else:
             for block in saved.pop(node, ()):
                 heap.drop(block)
-
-    def _reads_again(self, node: fx.Node, inputs) -> list[int]:
-        if node.target is ops.convert:
-            return []
-        return [i for i in self.rules[node].saved if i >= 0 and _gathered(inputs[i]) and "region" not in node.meta]
 
     def _regather(self, x: fx.Node) -> list[Block]:
         """Gather a weight again; with it come those that were gathered together with it, to be read later."""
@@ -350,45 +406,24 @@ class MicroBatch:
     def _read_again(self, node: fx.Node) -> bool:
         """Whether the backward of an op reads a gathered weight."""
         users = [user for user in node.users if user in self.rules and "region" not in user.meta]
-        return any(x is node for user in users for i, x in enumerate(operands(user)) if i in self.rules[user].saved)
+        return any(x is node for user in users for i, x in enumerate(self.inputs[user]) if i in self.rules[user].saved)
 
-    def _scratch(self, node: fx.Node, inputs):
+    def _gradient(self, node: fx.Node, nbytes: float | None, incoming: Block) -> Block:
+        """The gradient of an operand: a block of its own, of so many bytes, or the incoming one handed on."""
+        heap = self.heap
+        if nbytes is None:
+            return heap.hold(incoming)
+        block = heap.new(nbytes)
         if node.target is ops.convert:
-            return op_scratch("", (), ())
-        ins = [float(prod(self.local(result_of(x)[0])[result_of(x)[1]][0]) * x.meta["val"].element_size()) for x in inputs]
-        outs = [float(prod(s) * size) for s, size in self.local(node)]
-        return op_scratch(self._kernel(node, op_kind(node)), ins, outs)
-
-    def _gradient(self, node: fx.Node, x: fx.Node, incoming: Block) -> Block:
-        """The gradient of one operand: a block of its own, or the incoming one handed on."""
-        heap, kind = self.heap, op_kind(node)
-        shape, itemsize = self.local(result_of(x)[0])[result_of(x)[1]]
-        nbytes = float(prod(shape) * itemsize)
-        if node.target is ops.convert:
-            step = node.meta["step"]
-            if step.conversion.backward == "none":
-                return heap.hold(incoming)
-            block = heap.new(nbytes)
-            together = self.buckets.get(node.meta.get("bucket"), [])
+            step, together = node.meta["step"], self.buckets.get(node.meta.get("bucket"), [])
             if len(together) < 2:
                 heap.look(self._moving(step, step.conversion.backward, incoming.nbytes, nbytes))
             elif node is together[-1]:  # the first to be met, and all their gradients are there
                 heap.look(self._bucket_scratch(together))
-            return block
-        own = self.local(node)[0]
-        if kind in ("cat", "stack"):
-            return heap.hold(incoming)
-        if kind in PASSES_ON and prod(own[0]) == prod(shape) and own[1] == itemsize:
-            return heap.hold(incoming)
-        if kind == "expand" and prod(own[0]) == prod(shape):
-            return heap.hold(incoming)
-        if kind == "sum":
-            return heap.hold(incoming)
-        return heap.new(nbytes)
+        return block
 
-    def _give(self, x: fx.Node, block: Block) -> None:
-        """Add a gradient to what a value has. A parameter's goes to ``leaf`` when all its readers have sent theirs."""
-        key = result_of(x)
+    def _give(self, x: fx.Node, key: tuple[fx.Node, int], block: Block) -> None:
+        """Add a gradient to what a value has, ``key``. A parameter's goes to ``leaf`` when all its readers have sent theirs."""
         old = self.grads.get(key)
         if old is None:
             self.grads[key] = block
@@ -402,6 +437,42 @@ class MicroBatch:
             self.pending[x] = self.pending.get(x, 1) - 1  # a value that is only handed on to the next stage has no reader here
             if self.pending[x] <= 0:
                 self.leaf(x, self.grads.pop(key))
+
+
+def hands_on(kind: str, result: tuple[Ints, int], operand: tuple[Ints, int]) -> bool:
+    """Whether an op's backward gives an operand the gradient that it is given itself."""
+    if kind in ("cat", "stack", "sum"):
+        return True
+    if prod(result[0]) != prod(operand[0]):
+        return False
+    return kind == "expand" or (kind in PASSES_ON and result[1] == operand[1])
+
+
+def releases(
+    made: list[list[fx.Node]], runs: list[list[fx.Node]], keep: set[fx.Node], all_at_the_end: bool
+) -> tuple[list[list[fx.Node]], list[fx.Node]]:
+    """Names that are deleted behind each statement, and those that are left: where a module ends, what nothing reads any more.
+
+    Args:
+        made: what each statement makes. runs: the ops in it. keep: names that stay.
+        all_at_the_end: whether the last one deletes all others, tuples too.
+    """
+    last = {x: i for i, run in enumerate(runs) for node in run for x in node.all_input_nodes}
+    modules = [_module(run) for run in runs]
+    found: list[list[fx.Node]] = []
+    alive: list[fx.Node] = []
+    for i, new in enumerate(made):
+        alive += new
+        end = i + 1 == len(made)
+        dead: list[fx.Node] = []
+        if end or modules[i + 1] != modules[i]:
+            left = []
+            for node in alive:
+                done = last.get(node, i) <= i and not isinstance(node.meta["val"], (tuple, list)) or (end and all_at_the_end)
+                (dead if done and node not in keep else left).append(node)
+            alive = left
+        found.append(dead)
+    return found, alive
 
 
 def _gathered(x: fx.Node) -> bool:
@@ -425,22 +496,18 @@ def _release(heap: Heap, env: dict[fx.Node, list[Held]], node: fx.Node) -> None:
         heap.drop(held.block)
 
 
-def _view(node: fx.Node, kind: str, ins: list[Held], results) -> Held | None:
-    """The result, where it shares its operand's memory."""
+def _view(node: fx.Node, kind: str, ins: list[Held], results) -> Ints | None:
+    """Strides of the result, where it shares its operand's memory."""
     if len(results) != 1 or not ins:
         return None
     (shape, itemsize), x = results[0], ins[0]
     if kind in RESHAPES:
-        strides = viewed(x.shape, x.strides, shape)
-    elif kind == "contiguous":
-        strides = x.strides if x.strides == contiguous(x.shape) else None
-    elif kind == "to":
-        strides = x.strides if x.itemsize == itemsize else None
-    elif kind in PERMUTES:
-        strides = _permuted(node, kind, x, shape)
-    else:
-        return None
-    return None if strides is None else Held(x.block, shape, strides, itemsize)
+        return viewed(x.shape, x.strides, shape)
+    if kind == "contiguous":
+        return x.strides if x.strides == contiguous(x.shape) else None
+    if kind == "to":
+        return x.strides if x.itemsize == itemsize else None
+    return _permuted(node, kind, x, shape) if kind in PERMUTES else None
 
 
 def _permuted(node: fx.Node, kind: str, x: Held, shape: Ints) -> Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from math import prod
 
 from torch import fx
@@ -35,7 +36,7 @@ def step_peak(
 
 def left_by_forward(program: Program, mesh: Mesh, device: Device) -> float:
     """Bytes that one micro-batch's forward leaves for its backward; what the model returns is not counted."""
-    return _Step(program, mesh, device, 1, True, ()).left()
+    return _Step(program, mesh, device, 1, True, ()).left
 
 
 class _Step:
@@ -112,7 +113,7 @@ class _Step:
         scheduled = m > 1 or self.mesh.pipeline > 1
         standing = {w.node: heap.new(w.whole, GRADIENTS) for w in self.weights} if gradients else {}
         if others:
-            heap.new(others * self.left(), ACTIVATIONS)
+            heap.new(others * self.left, ACTIVATIONS)
         before = [heap.new((m - 1 if gradients else others) * sum(self._results()), ACTIVATIONS)] if scheduled else []
         left = self.batch.forward(heap, placeholders)
         kept = self._returned(heap, left.outputs, scheduled)
@@ -149,6 +150,7 @@ class _Step:
         there = Block(0.0, "parameters")  # counted already
         return {n: self.batch.placed(n, there) for n in self.nodes}
 
+    @cached_property
     def left(self) -> float:
         """Bytes that a micro-batch in flight holds, without what the model returns."""
         heap = Heap({})

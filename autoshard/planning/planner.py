@@ -19,6 +19,7 @@ from autoshard.planning.saving import NOTHING, Saving, layer_regions, zero_level
 from autoshard.planning.stages import blocks
 from autoshard.planning.strategies import Annotated, annotate, pinned_node, split_heavy
 from autoshard.program import Program, is_getitem, where
+from autoshard.rules import rule_for
 from autoshard.rules.notation import Strategy
 from autoshard.solvers import cuts, sharding
 from autoshard.solvers.problem import Infeasible
@@ -193,7 +194,7 @@ def record(decision: Decision) -> tuple[dict[str, list[str]], dict[str, int]]:
 
 
 def apply(program: Program, decision: Decision) -> Program:
-    """A copy of the program with the decision written on its nodes: ``strategy``, ``layouts``, ``stage``."""
+    """A copy of the program with the decision written on its nodes: ``rule``, ``strategy``, ``layouts``, ``stage``."""
     out = program.copy()
     by_name = {n.name: (s, n) for n, s in decision.chosen.items()}
     stages = {n.name: s for n, s in decision.stages.items()}
@@ -207,6 +208,8 @@ def apply(program: Program, decision: Decision) -> Program:
             node.meta["layouts"] = (producer.meta["layouts"][index],)
         if node.op == "call_function":
             node.meta["stage"] = stages[node.name]
+            if not is_getitem(node):
+                node.meta["rule"] = rule_for(node)
         elif node.op == "output":
             node.meta["stage"] = max(stages.values(), default=0)
     return out

@@ -105,6 +105,8 @@ def rule_for(node: fx.Node) -> OpRule:
     An op without a rule, or called in a way that its rule does not know, is replicated, with one ``RuleWarning`` per op and program.
     RuleError if a rule that the user registered does not fit the call.
     """
+    if "rule" in node.meta:
+        return node.meta["rule"]
     rule = _find(node.target)
     if rule is None:
         return _replicated(node, "has no sharding rule")
