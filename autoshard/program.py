@@ -105,12 +105,16 @@ class Program:
         return [n for n in self.graph.nodes if n.op == "call_function"]
 
 
+SET_ARGS, SET_KWARGS = fx.Node.args.fset, fx.Node.kwargs.fset
+"""``node.args = args`` also takes the node out of the graph's table of ops, and puts it in again."""
+
+
 def new_node(graph: fx.Graph, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
     """``graph.create_node`` of an op, in half the time: that looks for symbolic numbers among all arguments, and a program has none."""
     node = graph.create_node("call_function", target, name=name)
-    node.args = args
+    SET_ARGS(node, args)
     if kwargs:
-        node.kwargs = kwargs
+        SET_KWARGS(node, kwargs)
     return node
 
 
@@ -121,7 +125,7 @@ def copied_node(graph: fx.Graph, old: fx.Node, mapping: dict[fx.Node, fx.Node], 
         node = new_node(graph, old.target, args, kwargs, name or old.name)
     else:
         node = graph.create_node(old.op, old.target, args, kwargs, name=name or old.name)
-    node.meta = dict(old.meta)
+    node.meta.update(old.meta)
     mapping[old] = node
     return node
 

@@ -35,6 +35,8 @@ BUCKET_BYTES = 25 * 2**20
 
 def bucket_gathers(program: Program) -> Program:
     """Mark gathers that run together with the number of their bucket, and move them to where the first of them is."""
+    if not any(map(gathers_weight, program.ops)):
+        return program
     out = program.copy()
     number, key, size, members = -1, None, 0.0, []
     for node in list(out.ops):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -47,9 +48,23 @@ def only_first_result(node: fx.Node) -> bool:
     return all(user.args[1] == 0 for user in node.users)
 
 
-def schema(node: fx.Node):
+class Argument(NamedTuple):
+    """One of a schema: what is read of torch's own, which makes each anew for everyone who asks."""
+
+    name: str
+    kwarg_only: bool
+    default_value: Any
+    has_default: bool
+
+
+def schema(node: fx.Node) -> tuple[Argument, ...]:
     """The schema's arguments of an ATen op; empty for anything else (getitem)."""
-    return node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    return _schema(node.target) if isinstance(node.target, torch._ops.OpOverload) else ()
+
+
+@cache
+def _schema(target: torch._ops.OpOverload) -> tuple[Argument, ...]:
+    return tuple(Argument(a.name, a.kwarg_only, a.default_value, a.has_default_value()) for a in target._schema.arguments)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -72,7 +87,7 @@ def written(node: fx.Node, values: dict[str, Any], full: bool = False) -> tuple[
     keep, kwargs = 0, {}
     for argument in schema(node):
         value = values[argument.name]
-        default = argument.has_default_value() and type(value) is type(argument.default_value) and value == argument.default_value
+        default = argument.has_default and type(value) is type(argument.default_value) and value == argument.default_value
         if argument.kwarg_only:
             if full or not default:
                 kwargs[argument.name] = value

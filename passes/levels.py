@@ -66,7 +66,7 @@ def _converted(program: Program) -> None:
         for i, (x, demand) in enumerate(zip(operands(node), strategy.operands)):
             producer, index = result_of(x)
             have = producer.meta["layouts"][index]
-            if not _same(have, demand, bool(x.meta.get("grad"))):
+            if have != demand and not _same(have, demand, bool(x.meta.get("grad"))):
                 raise PlanError(
                     f"operand {i} of {node.target} lies as {format_layout(have)}, but {format_layout(demand)} is demanded",
                     where=where(node),

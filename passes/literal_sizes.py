@@ -54,7 +54,8 @@ def literal_sizes(program: Program) -> Program:
     after:   v = aten.reshape(x, [128, 32]); s = aten.slice(v, 1, 4, 32); o = aten.full([2], 1, dtype=bool)
     """
     for node in program.ops:
-        node.target = NAMES.get(node.target, node.target)
+        if node.target in NAMES:
+            node.target = NAMES[node.target]
         if node.target in RESHAPES:
             node.target, node.args, node.kwargs = aten.reshape.default, (node.args[0], list(shape_of(node))), {}
         elif node.target in EXPANDS:
@@ -100,7 +101,11 @@ def normalize(node: fx.Node) -> None:
     for name in ("dim", "dims", "dim0", "dim1", "axis"):
         if name in values and node.target is not aten.tile.default:  # its "dims" are how often each dim is repeated
             values[name] = from_front(values[name], dims_of(node))
-    node.args, node.kwargs = written(node, values, full=node.target in FULL)
+    args, kwargs = written(node, values, full=node.target in FULL)
+    if args != node.args:
+        node.args = args
+    if kwargs != node.kwargs:
+        node.kwargs = kwargs
 
 
 def dims_of(node: fx.Node) -> int:

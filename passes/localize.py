@@ -178,8 +178,10 @@ def local_call(node: fx.Node, inputs: Shapes, results: Shapes, choices: dict[str
         return None
 
     handler = HANDLERS.get(node.target)
-    unchanged = tuple(map(shape_of, operands(node))) == tuple(inputs) and _shapes(node) == tuple(results)
-    if handler is None or (unchanged and not any(c.comms for c in choices.values())):
+    if handler is not None and not any(c.comms for c in choices.values()):
+        unchanged = tuple(map(shape_of, operands(node))) == tuple(inputs) and _shapes(node) == tuple(results)
+        handler = None if unchanged else handler
+    if handler is None:
         return LocalCall(node.target, node.args, dict(node.kwargs))
     return handler(node, inputs, results, cut)
 

@@ -33,7 +33,7 @@ def mean_loss_to_sum(program: Program) -> Program:
     a sum is far larger than a mean. Losses by element (mse_loss and the like) are divided by their number of elements.
     """
     for node in program.ops:
-        if node.target in BY_CLASS | BY_ELEMENT and arguments(node)["reduction"] == MEAN:
+        if (node.target in BY_CLASS or node.target in BY_ELEMENT) and arguments(node)["reduction"] == MEAN:
             rewrite(program.graph, node)
     return program
 

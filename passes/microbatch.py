@@ -100,6 +100,7 @@ class _Cut:
         self.extras: dict[str, tuple[Extra, fx.Node]] = {}
         self.pure: set[fx.Node] = set()  # without gradient, from inputs, buffers and constants alone
         self.dirty: set[fx.Node] = set()  # need extras themselves: they can't be computed in the prologue
+        self.inputs: dict[fx.Node, list[fx.Node]] = {}
         self.rules: dict[fx.Node, OpRule] = {}
         self.known: dict[tuple, tuple[int, Choice]] = {}
         self.pieces: dict[tuple, torch.Tensor] = {}
@@ -172,7 +173,7 @@ class _Cut:
         return now == wanted or (not operand.meta.get("grad") and {now, wanted} <= {R, R_STAR})
 
     def _place_op(self, node: fx.Node) -> None:
-        inputs = operands(node)
+        inputs = self.inputs[node] = operands(node)
         rule = self.rules[node] = rule_for(node)
         now = [self._now(x) for x in inputs]
         pure = all(result_of(x)[0] in self.pure for x in inputs) and not node.meta.get("grad") and not draws(node)
@@ -248,12 +249,10 @@ class _Cut:
         return Program(self.graph, dict(self.program.params), dict(self._inputs()), loss, self.program.mesh, self.m, updates)
 
     def _inputs(self):
+        old = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
         for name, spec in self.program.inputs.items():
-            shape = local_shape(spec.shape, (self.time[self._old(name), 0],), (self.m,), (0,))
+            shape = local_shape(spec.shape, (self.time[old[name], 0],), (self.m,), (0,))
             yield name, type(spec)(spec.name, shape, spec.dtype, spec.batch_dim)
-
-    def _old(self, name: str) -> fx.Node:
-        return next(n for n in self.program.graph.nodes if n.name == name)
 
     def _placeholder(self, node: fx.Node) -> None:
         p = self.time[node, 0]
@@ -300,8 +299,7 @@ class _Cut:
             return None
         best = None
         whole = inf if node in self.dirty else prod(node.meta["val"].shape)
-        inputs = operands(node)
-        rule = self.rules[node]
+        inputs, rule = self.inputs[node], self.rules[node]
         for choice in choices(rule, self.m, _blocks(rule, [wanted], result=True)):
             if choice.results[0] != wanted or choice.comms or not inputs:
                 continue
@@ -314,7 +312,7 @@ class _Cut:
         return best[1] if best else None
 
     def _emit(self, node: fx.Node, choice: Choice) -> fx.Node:
-        inputs = operands(node)
+        inputs = self.inputs[node]
         new_inputs = [self._get(x, p) for x, p in zip(inputs, choice.operands)]
         shapes = tuple(tuple(n.meta["val"].shape) for n in new_inputs)
         vals = tensors(node.meta["val"])

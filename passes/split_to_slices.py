@@ -28,7 +28,7 @@ def split_to_slices(program: Program) -> Program:
     """
     graph = program.graph
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in SPLITS | VIEWS:
+        if node.op != "call_function" or not (node.target in SPLITS or node.target in VIEWS):
             continue
         for user in list(node.users):
             with graph.inserting_before(user):
