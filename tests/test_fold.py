@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from autoshard.capture import capture
 from autoshard.passes.canonicalize import canonicalize
-from autoshard.planning.fold import Layers, fold, operands_of
+from autoshard.planning.fold import Layers, candidate_runs, fold, operands_of
 from autoshard.program import Input, Param, Program, facts, likeness
 from examples import bert, gpt2, llama, t5, vit
 
@@ -253,3 +254,23 @@ def check_instances(program: Program, layers: Layers) -> None:
     shapes = [shape(start) for start in layers.starts]
     assert all(s == shapes[0] for s in shapes)
     assert all(b - a >= layers.period for a, b in zip(layers.starts, layers.starts[1:]))
+
+
+def test_candidate_runs_are_all_that_there_are():
+    """Against their definition, period by period."""
+    choose = random.Random(0)
+    for _ in range(300):
+        base = [choose.randrange(3) for _ in range(choose.randint(1, 5))]
+        kinds = [choose.randrange(3) for _ in range(choose.randint(0, 8))] + base * choose.randint(0, 5) + base[:1]
+        free = [choose.random() < 0.95 for _ in kinds]
+        found, count = set(), len(kinds)
+        for period in range(1, count // 2 + 1):
+            equal = [kinds[i] == kinds[i + period] and free[i] and free[i + period] for i in range(count - period)]
+            start = 0
+            for i, same in enumerate([*equal, False]):
+                if not same:
+                    if i - start >= period:
+                        found.add((start, i - start + period, period))
+                    start = i + 1
+        runs = candidate_runs(np.array(kinds, dtype=np.int64), np.array(free, dtype=bool))
+        assert len(runs) == len(found) and set(runs) == found

@@ -14,6 +14,7 @@ from autoshard.capture import capture
 from autoshard.cluster import Cluster
 from autoshard.cost.compute import op_cost
 from autoshard.cost.heap import Heap
+from autoshard.cost.liveness import MicroBatch
 from autoshard.cost.memory import moments, saved_bytes, state_bytes, working_bytes
 from autoshard.cost.rank import step_peak
 from autoshard.cost.strides import dense_like, viewed
@@ -125,3 +126,19 @@ def test_what_saves_memory_does():
 def test_more_micro_batches_in_flight_hold_more():
     held = [planned("gpt2", "1,1,2", m)[0].stage_rows[0].memory for m in (4, 8)]
     assert sum(held[0].values()) > sum(held[1].values())  # two of a quarter each, two of an eighth each
+
+
+@pytest.mark.parametrize("mesh, m, zero, recompute", [("2,1,2", 4, 3, "on"), ("1,2,1", 2, 0, "off")])
+def test_ops_that_share_traits_are_alike(mesh, m, zero, recompute, monkeypatch):
+    """Memory is the same when every op has traits of its own."""
+    plan, stages = planned("llama", mesh, m, zero, recompute)
+    device = Cluster.of("cpu").device
+
+    def peaks() -> list[dict[str, float]]:
+        return [step_peak(s.program, plan.mesh, device, 1, s.index == plan.depth - 1) for s in stages]
+
+    shared = peaks()
+    traits = [t for s in stages for t in MicroBatch(s.program, plan.mesh.sizes, True).traits.values()]
+    assert len(set(map(id, traits))) < len(traits)
+    monkeypatch.setattr(MicroBatch, "_like", lambda self, node: (node,))
+    assert peaks() == shared
