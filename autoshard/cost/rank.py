@@ -115,6 +115,8 @@ class _Step:
         if others:
             heap.new(others * self.left, ACTIVATIONS)
         before = [heap.new((m - 1 if gradients else others) * sum(self._results()), ACTIVATIONS)] if scheduled else []
+        if gradients and self.mesh.pipeline > 1:
+            before.append(heap.new(self._still_sent(), ACTIVATIONS))
         left = self.batch.forward(heap, placeholders)
         kept = self._returned(heap, left.outputs, scheduled)
         buckets = Buckets(heap, self.weights, self.mesh.data, self.copies) if last else None
@@ -145,6 +147,12 @@ class _Step:
             wide = sum(w.updated for w in self._updated() if w.master)  # gradients of masters
             heap.look(wide + optimizer_scratch([w.updated for w in self._updated()], self.device.kind == "cpu"))
         return heap
+
+    def _still_sent(self) -> float:
+        """Bytes of a micro-batch that is done, which torch's 1F1B holds on to: the gradients that it sent back last, and with gloo, if
+        several forwards come first, what one of them sent. (Where layers are computed again, the latter was measured to be gone.)"""
+        back = sum(self._bytes(x) for x in self.received if x.meta.get("grad"))
+        return back + (sum(self._bytes(x) for x in self._sent()) if self.copies and self.flight > 1 else 0.0)
 
     def _placeholders(self) -> dict[fx.Node, Held]:
         there = Block(0.0, "parameters")  # counted already
