@@ -27,7 +27,7 @@ def fastest(problem: StagedProblem, time_limit: float = 60.0) -> tuple[StagedAns
         for held in islice(product(*supposed), _COMBINATIONS):
             others = {op: k for op, k in chosen.items() if problem.ops[op].part != part.index} if part.alone else {}
             if held or others:
-                part.ask(fast, time_limit, others | dict(zip(shared, held)))
+                part.ask(fast, time_limit, beside=others | dict(zip(shared, held)))
     best: tuple[StagedAnswer, StagedEvaluation] | None = None
     columns = [sorted(part.columns, key=lambda column: column.amount.priced(fast)) for part in parts.values()]
     for combination in islice(product(*columns), _COMBINATIONS):
