@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -48,12 +51,13 @@ def explain(arguments: Namespace, options: dict) -> int:
 def _why(arguments: Namespace, options: dict) -> int:
     """Print why something is placed as it is."""
     from autoshard import reasons
+    from autoshard.advising import planned
     from autoshard.report.tables import show
     from autoshard.report.why import why as sections
 
-    captured, title, options = _captured(arguments, options)
+    captured, title, traced, options = _captured(arguments, options)
     with _progress("planning"):
-        plan = options.get("plan") or _searched(captured, title, options)
+        plan = options.get("plan") or planned(captured, title, traced=traced, **options)
         answer = reasons.why(captured, plan, arguments.why, options.get("pin"))
     if arguments.format == "json":
         _print_json(answer.to_json())
@@ -64,15 +68,17 @@ def _why(arguments: Namespace, options: dict) -> int:
 
 def _why_not(arguments: Namespace, options: dict) -> int:
     """Print what a forced placement would make worse."""
+    from autoshard.advising import planned
     from autoshard.report.tables import show
     from autoshard.report.why import why_not as sections
+    from autoshard.searching import search
 
-    captured, title, options = _captured(arguments, options)
+    captured, title, traced, options = _captured(arguments, options)
     with _progress("planning, without and with what is forced"):
-        plan = _searched(captured, title, options)
+        plan = planned(captured, title, traced=traced, **options)
         pins = {name: {**options.get("pin", {}).get(name, {}), **axes} for name, axes in arguments.forced.items()}
         forced = {**options, "microbatches": plan.microbatches, "pin": {**options.get("pin", {}), **pins}}
-        other = _searched(captured, title, forced)
+        other = search(captured, title, **forced)
     if arguments.format == "json":
         _print_json({"plan": plan.to_json(), "forced": other.to_json()})
     else:
@@ -86,7 +92,7 @@ def compare(arguments: Namespace, options: dict) -> int:
     from autoshard.report.compare import compare as sections
     from autoshard.report.tables import show
 
-    captured, title, options = _captured(arguments, options)
+    captured, title, _, options = _captured(arguments, options)
     with _progress("planning") as status:
         comparison = comparing.compare(captured, title, progress=status.update if status else lambda text: None, **options)
     if arguments.format == "json":
@@ -247,7 +253,8 @@ def _plan(arguments: Namespace, options: dict):
 
 
 def _captured(arguments: Namespace, options: dict):
-    """(captured model, its name, options without the precision that it has now): for those that plan several times."""
+    """(captured model, its name, how to capture it in a precision, options without the one that it has now): for those that plan several
+    times."""
     from autoshard.capture import capture
 
     options = _with_plan(options)
@@ -257,13 +264,8 @@ def _captured(arguments: Namespace, options: dict):
         _check_belongs(options["plan"], model, inputs)
     with _progress("tracing"):
         precision = options["plan"].precision if "plan" in options else options.pop("precision", "fp32")
-        return capture(model, inputs, precision=precision), type(model).__name__, options
-
-
-def _searched(captured, title: str, options: dict) -> Plan:
-    from autoshard.searching import search
-
-    return search(captured, title, **options)
+        traced = partial(capture, model, inputs, None, None)
+        return traced(precision), type(model).__name__, traced, options
 
 
 def _check_belongs(plan: Plan, model: nn.Module, inputs: dict | tuple) -> None:
@@ -289,13 +291,34 @@ def _with_plan(options: dict) -> dict:
     return {**options, "plan": plan, "mesh": plan.mesh}
 
 
+@contextmanager
 def _progress(text: str):
-    """A spinner on stderr while something takes its time; nothing if stderr is no terminal."""
+    """A spinner on stderr while something takes its time; where nothing fits it says what is looked at. None if stderr is no terminal."""
     if not sys.stderr.isatty():
-        return nullcontext()
+        yield None
+        return
     from rich.console import Console
 
-    return Console(stderr=True).status(text)
+    log = logging.getLogger("autoshard.plan.advice")
+    with Console(stderr=True).status(text) as status:
+        handler = _Shown(status.update)
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            yield status
+        finally:
+            log.removeHandler(handler)
+
+
+class _Shown(logging.Handler):
+    """Hands what is said to ``show``."""
+
+    def __init__(self, show: Callable[[str], None]):
+        super().__init__()
+        self.show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.show(record.getMessage())
 
 
 def _print_json(data: dict) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from autoshard import passes
+from autoshard.advising import planned
 from autoshard.capture import Captured, capture
 from autoshard.cluster import Cluster
 from autoshard.draws import without_keys
@@ -32,7 +34,6 @@ from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.stage import StageModule
 from autoshard.runtime.world import World
 from autoshard.schedule import schedule_of
-from autoshard.searching import search
 from autoshard.tasks import convert, plan_for
 from autoshard.variants import as_example, in_mode, same_stages, same_weights
 
@@ -90,7 +91,8 @@ def plan(
     """
     captured = capture(model, example_inputs, loss_fn, batch_dims, precision)
     given = (cluster, memory, microbatches, pin, zero, recompute, schedule, offload, random)
-    return search(captured, _title(model), Mesh.wanted(mesh), *given)
+    traced = partial(capture, model, example_inputs, loss_fn, batch_dims)
+    return planned(captured, _title(model), Mesh.wanted(mesh), traced, *given)
 
 
 def compile(
@@ -125,7 +127,8 @@ def compile(
         raise PlanError(f"the plan is for random={plan.random!r}, not {options['random']!r}", hint="make a plan for these random numbers")
     captured = capture(model, example_inputs, loss_fn, batch_dims, plan.precision if plan else precision or "fp32")
     if plan is None:
-        plan = one_plan_for_all(world, lambda: search(captured, _title(model), mesh, **_defaults(options)))
+        traced = partial(capture, model, example_inputs, loss_fn, batch_dims)
+        plan = one_plan_for_all(world, lambda: planned(captured, _title(model), mesh, traced, **_defaults(options)))
     if plan.mesh != mesh and plan.mesh.answers(wanted):
         mesh = plan.mesh
         world = start(mesh)

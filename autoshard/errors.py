@@ -1,5 +1,7 @@
 """Every error that autoshard raises on purpose: what went wrong, where, and what to do next."""
 
+from typing import Any
+
 
 class AutoshardError(Exception):
     """Base of all errors. ``str(error)`` reads: what [at where] [hint].
@@ -40,10 +42,29 @@ class PlanError(AutoshardError):
     """No plan: infeasible, out of memory, or it does not belong to this model."""
 
 
-class InfeasibleError(PlanError):
-    """No plan fits: memory, or placements that exclude each other. always: whatever the number of micro-batches."""
+MORE_ROOM = "use more devices along tensor or pipeline, a smaller batch, or more micro-batches"
+"""What may help where nothing fits."""
 
-    always = False
+
+class InfeasibleError(PlanError):
+    """No plan fits. Of a rank, in bytes, and None where it is not known:
+
+    limit: what a rank has. least: what the fullest rank of the smallest plan that was found needs; of stage ``stage``.
+    memory: that by category, if the plan was priced. proven: what any plan needs at least.
+    suggestions: changes with which a plan fits, ``autoshard.planning.advice.Suggestion``, nearest first.
+    always: whatever the number of micro-batches.
+    """
+
+    def __init__(self, what: str, *, hint: str | None = None, **facts: Any):
+        super().__init__(what, hint=hint)
+        self.limit: float | None = None
+        self.least: float | None = None
+        self.proven: float | None = None
+        self.stage: int | None = None
+        self.memory: dict[str, float] | None = None
+        self.suggestions: tuple = ()
+        self.always = False
+        self.__dict__.update(facts)
 
 
 class SlowerError(PlanError):

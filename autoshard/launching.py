@@ -51,12 +51,12 @@ def one_plan_for_all(world: World, make: Callable[[], Plan]) -> Plan:
 
 
 def _portable(answer: Any) -> Any:
-    """An error without what can't be pickled; its text is all that the other ranks need."""
+    """An error without its cause, which may not be pickled: its text and its numbers are all that the other ranks need."""
     if not isinstance(answer, AutoshardError):
         return answer
     copy = AutoshardError.__new__(type(answer))
     Exception.__init__(copy, *answer.args)
-    copy.what, copy.where, copy.hint = answer.what, answer.where, answer.hint
+    copy.__dict__.update(answer.__dict__)
     return copy
 
 

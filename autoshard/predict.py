@@ -21,7 +21,7 @@ from autoshard.cost.communication import conversion_steps, gradient_sync, kernel
 from autoshard.cost.compute import Pricing, accumulation_seconds, offloaded_seconds, optimizer_seconds
 from autoshard.cost.pipeline import StageTime, bubble_share, crowded_seconds, exposed_seconds, in_flight, step_seconds
 from autoshard.cost.rank import step_peak
-from autoshard.errors import InfeasibleError
+from autoshard.errors import MORE_ROOM, InfeasibleError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import crossing, cut_stages
 from autoshard.placement import R, format_layout, local_shape
@@ -363,15 +363,19 @@ def fingerprint(program: Program) -> str:
 
 
 def check_memory(plan: Plan) -> None:
-    """Raise PlanError, with the stage, the category and the amount, if the fullest rank needs more than the limit."""
+    """Raise InfeasibleError if the fullest rank needs more than the limit."""
+    if plan.peak_bytes > plan.memory_limit:
+        raise too_large(plan, "the plan does not fit")
+
+
+def too_large(plan: Plan, what: str, proven: float | None = None) -> InfeasibleError:
+    """Of a plan that does not fit, with the stage, the category and the amount. proven: bytes that any plan needs."""
     place, worst = max(plan.rank_memory.items(), key=lambda item: sum(item[1].values()))
     need = sum(worst.values())
-    if need > plan.memory_limit:
-        category, most = max(worst.items(), key=lambda kv: kv[1])
-        gib = 2.0**30
-        raise InfeasibleError(
-            f"the plan does not fit: a rank of stage {place} needs {need / gib:.3g} GiB, "
-            f"the limit is {plan.memory_limit / gib:.3g} GiB, {(need - plan.memory_limit) / gib:.3g} GiB too much; "
-            f"{category} are the largest part, {most / gib:.3g} GiB",
-            hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
-        )
+    category, most = max(worst.items(), key=lambda kv: kv[1])
+    gib = 2.0**30
+    return InfeasibleError(
+        f"{what}: a rank of stage {place} needs {need / gib:.3g} GiB, the limit is {plan.memory_limit / gib:.3g} GiB, "
+        f"{(need - plan.memory_limit) / gib:.3g} GiB too much; {category} are the largest part, {most / gib:.3g} GiB",
+        hint=MORE_ROOM, limit=plan.memory_limit, least=need, proven=proven, stage=place, memory=worst,
+    )  # fmt: skip

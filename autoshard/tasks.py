@@ -23,7 +23,7 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.planner import CHEAPEST, Decision, Narrow, Saving, apply, decide, record, save
 from autoshard.planning.saving import NOTHING
 from autoshard.planning.staging import Allowed, Staged
-from autoshard.predict import describe, predict
+from autoshard.predict import describe, predict, too_large
 from autoshard.program import Program
 from autoshard.schedule import SCHEDULES, Schedule
 from autoshard.solvers.fastest import fastest
@@ -137,9 +137,12 @@ class Task:
             plan = self.joint(quick, cutoff)
         except (Irregular, InfeasibleError) as reason:
             logger("plan").info("no joint plan: %s", reason)
+            if isinstance(reason, InfeasibleError) and (reason.proven or 0.0) > self.limit and not self.offload:
+                raise  # the problem does not know of offloading
             plan = self.ladder()
             if isinstance(reason, InfeasibleError) and plan.peak_bytes > self.limit:
-                raise
+                proven = None if self.offload else reason.proven
+                raise too_large(plan, f"nothing fits on mesh {self.mesh}: in the smallest plan found", proven) from reason
         logger("plan").info("%d micro-batches, made to fit: %.4g s a step", self.m, plan.step_seconds)
         plan.solver["trace_seconds"] = self.captured.seconds
         plan.solver["plan_seconds"] = quick.solver["plan_seconds"] + time.perf_counter() - start
@@ -177,10 +180,14 @@ class Task:
 
     def ladder(self) -> Plan:
         """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""
-        plans = []
-        for saving in SAVINGS:
-            if self.saving.zero in (None, saving.zero) and self.saving.recompute in (None, saving.recompute):
-                plans.append(replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit))
+        asked = self.saving
+        savings = [
+            Saving(s.zero if asked.zero is None else asked.zero, s.recompute if asked.recompute is None else asked.recompute)
+            for s in SAVINGS
+        ]
+        plans = [
+            replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit) for saving in dict.fromkeys(savings)
+        ]
         fitting = [plan for plan in plans if plan.peak_bytes <= self.limit]
         return min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
 
@@ -216,7 +223,7 @@ class LongTask(Task):
         staged = self.staged(self.cuts.short.of(self.m, self.mesh), AMPLE, Saving(0, bool(self.saving.recompute)).modes)
         if len(staged.problem.chain) < blocks * self.mesh.pipeline:
             raise Irregular(f"there are few blocks for {self.mesh.pipeline} stages")
-        if self.limit is not None and staged.problem.least_state > self.limit:
+        if self.limit is not None and staged.problem.least_state > self.limit and not self.offload:
             raise too_small(staged.problem.least_state, self.limit, self.mesh)
         try:
             _, found = fastest(staged.problem)
@@ -260,8 +267,8 @@ def too_small(least: float, limit: float, mesh: Mesh) -> InfeasibleError:
     error = InfeasibleError(
         f"nothing fits on mesh {mesh}: weights, gradients and optimizer states alone take {least / 2**30:.3g} GiB of a rank, in the mean "
         f"over the stages; the limit is {limit / 2**30:.3g} GiB",
-        hint="use more devices along tensor or pipeline",
-    )
+        hint="use more devices along tensor or pipeline", limit=limit, least=least,
+    )  # fmt: skip
     error.always = True
     return error
 

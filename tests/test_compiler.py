@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.capture import capture
 from autoshard.compiler import sources
 from autoshard.errors import AutoshardError, InfeasibleError, MeshError, PlacementError, PlanError, RunError
+from autoshard.mesh import Mesh
 from autoshard.planning.plan import Plan
+from autoshard.searching import search
 from examples import bert, gpt2, llama, mlp, t5, vit
 
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "t5": t5, "vit": vit}
@@ -85,10 +88,13 @@ def test_the_plan_does_not_depend_on_the_run():
 
 
 def test_what_does_not_fit_says_by_how_much():
+    model, batch = MODELS["gpt2"].tiny()
+    captured = capture(model, batch)
     with pytest.raises(InfeasibleError, match=r"needs [\d.e-]+ GiB, the limit is [\d.e-]+ GiB, [\d.e-]+ GiB too much; \w+ are"):
-        plan("gpt2", (2,), memory="1MiB", zero=0, recompute="off")
-    with pytest.raises(InfeasibleError, match=r"needs [\d.e-]+ GiB in the smallest plan found .*, the limit is [\d.e-]+ GiB"):
-        plan("gpt2", (2,), memory="100KiB")
+        search(captured, "gpt2", Mesh(2), memory="1MiB", zero=0, recompute="off")
+    with pytest.raises(InfeasibleError, match=r"nothing fits on mesh 2,1,1.* needs [\d.e-]+ GiB.*, the limit is [\d.e-]+ GiB") as caught:
+        search(captured, "gpt2", Mesh(2), memory="100KiB")
+    assert caught.value.limit == 100 * 2**10 < caught.value.least and caught.value.stage == 0
 
 
 def test_pins():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError, SlowerError
+from autoshard.errors import MORE_ROOM, InfeasibleError, SlowerError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.planning.chain import Chain, Irregular, chain_of
@@ -98,7 +98,7 @@ def decide_jointly(
             if reserve == tuple(transient) != nothing:  # perhaps with less room for what comes and goes
                 reserve = nothing
                 continue
-            raise nothing_fits(error, mesh) from error
+            raise nothing_fits(error, mesh, reserve == nothing) from error
         decision = decision_of(program, chain, staged, solution.answer)
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next
@@ -118,8 +118,8 @@ def decide_jointly(
     raise InfeasibleError(
         f"no plan was found that fits: in the last, a rank of stage {worst} needs {needed[worst] / 2**30:.3g} GiB, "
         f"the limit is {limit / 2**30:.3g} GiB",
-        hint="use more devices, a smaller batch, or more micro-batches",
-    )
+        hint=MORE_ROOM, limit=limit, least=needed[worst], stage=worst,
+    )  # fmt: skip
 
 
 def notes_of(solution: StagedSolution, bound: float, problem: StagedProblem, nodes: int, seconds: float) -> dict:
@@ -139,14 +139,16 @@ def notes_of(solution: StagedSolution, bound: float, problem: StagedProblem, nod
     }
 
 
-def nothing_fits(error: OutOfMemory, mesh: Mesh) -> InfeasibleError:
+def nothing_fits(error: OutOfMemory, mesh: Mesh, every: bool) -> InfeasibleError:
+    """every: what is proven holds for every plan, not only for those that need as much beside as one that was tried."""
     gib = 2.0**30
+    known = error.proven if every and error.proven > 0 else None
+    bound = f" (no plan needs less than {known / gib:.3g} GiB)" if known else ""
     return InfeasibleError(
         f"nothing fits on mesh {mesh}, with any ZeRO level and recomputation that is allowed: a rank of stage {error.stage} needs "
-        f"{error.least / gib:.3g} GiB in the smallest plan found (no plan needs less than {error.proven / gib:.3g} GiB), "
-        f"the limit is {error.limit / gib:.3g} GiB",
-        hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
-    )
+        f"{error.least / gib:.3g} GiB in the smallest plan found{bound}, the limit is {error.limit / gib:.3g} GiB",
+        hint=MORE_ROOM, limit=error.limit, least=error.least, proven=known, stage=error.stage,
+    )  # fmt: skip
 
 
 def decision_of(program: Program, chain: Chain, staged: Staged, answer: StagedAnswer) -> Decision:

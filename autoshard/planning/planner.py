@@ -11,7 +11,7 @@ from torch import fx
 
 from autoshard.cluster import Cluster
 from autoshard.cost.compute import Pricing
-from autoshard.errors import InfeasibleError, PlanError
+from autoshard.errors import MORE_ROOM, InfeasibleError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.planning.fold import Folding, fold
 from autoshard.planning.problem import build, classes_of, op_seconds
@@ -161,8 +161,8 @@ def _cut(
         raise InfeasibleError(
             f"no cut into {mesh.pipeline} stages fits: a rank of stage {error.stage} needs {error.least / 2**30:.3g} GiB in the best one, "
             f"the limit is {error.limit / 2**30:.3g} GiB",
-            hint="use more devices along tensor or pipeline, a smaller batch, or more micro-batches",
-        ) from error
+            hint=MORE_ROOM, limit=error.limit, least=error.least, stage=error.stage,
+        ) from error  # fmt: skip
     decision.solver["cut"] = {"objective": solution.objective, "bound": solution.bound, "blocks": len(found.groups)}
     return found.stages(solution.first)
 
