@@ -32,7 +32,7 @@ from autoshard.searching import Wanted, wanted_of
 from autoshard.tasks import Cuts, Outline, Task
 from autoshard.tracing import few_collections
 
-BUDGET = 45.0
+BUDGET = 40.0
 """Seconds of the processor after which nothing more is planned, or as many as the search took, if that was longer."""
 
 SHARE = 0.4
