@@ -325,6 +325,15 @@ class Part:
             min(self.problem.values[v].sends.get(p, 0.0) for p in self.problem.values[v].placements) for v in self.streams
         )
 
+    def buffers(self, stream: tuple[int, ...]) -> float:
+        """Bytes that each of two stages holds for a cut between two blocks."""
+        return sum(self.problem.values[v].buffers.get(p, 0.0) for v, p in zip(self.streams, stream))
+
+    def least_buffers(self) -> float:
+        return sum(
+            min(self.problem.values[v].buffers.get(p, 0.0) for p in self.problem.values[v].placements) for v in self.streams
+        )
+
 
 def _rounded(x: float, digits: int = 4) -> float:
     return round(x, digits - 1 - below(log10(x))) if x else 0.0

@@ -192,8 +192,9 @@ class _Program:
             for cut in range(stage[source], max(stages)):
                 for strategy, column in enumerate(self.x[value.op, source]):
                     seconds = value.sends.get(value.placements[strategy], 0.0)
+                    nbytes = value.buffers.get(value.placements[strategy], 0.0)
                     for at in (cut, cut + 1):
-                        self._spend(at, column, Amount(seconds=seconds))
+                        self._spend(at, column, Amount(seconds=seconds, state=nbytes))
         for (index, block), columns in self.x.items():
             for at in sorted(inside[index]) if block == RESIDENT else [stage[block]]:
                 for column, cost in zip(columns, problem.ops[index].costs):

@@ -9,7 +9,7 @@ master   n[j, s, c] blocks of segment j (a run of blocks of one part) in stage s
 
     minimise  sum over s of t[s] + (m - 1) T + G     T >= t[s], G >= o[s];  t[s], o[s], w[s], a[s]: n times the columns', t[s] with sends
     (B) sum_c n[j, s, c] = y[j, s]     sum_s y[j, s] = blocks of segment j     segments lie in stages in order, every stage has a block
-    (M) reserve[s] + w[s] + in_flight[s] a[s] + P[s] <= limit;  P[s] >= peak of every column of stage s
+    (M) reserve[s] + buffers + w[s] + in_flight[s] a[s] + P[s] <= limit;  P[s] >= peak of every column of stage s
     (R) v[r, k] says which strategy k a resident op r has: no n but of columns that suppose that; stages that read it pay for it
     (S) blocks of one part leave what the next block reads in one placement (their *stream*), so that any column may follow any other
 
@@ -31,7 +31,7 @@ from .columns import Part
 from .exact import StagedSolution, size, solve_exactly
 from .linear import LinearAnswer
 from .master import TINY, Master, Segment
-from .problem import Infeasible, OutOfTime
+from .problem import Infeasible, OutOfTime, SolverError
 from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged
 
 _ROUNDS = 12
@@ -114,7 +114,7 @@ class _Search:
     def run(self) -> StagedSolution:
         try:
             self.rounds()
-        except OutOfTime:
+        except SolverError:  # out of time, or HiGHS failed
             if self.best is None:
                 raise
         if self.best is None:
@@ -237,7 +237,9 @@ class _Search:
                 return True
             if self.best is not None:
                 break
-        return False
+        above = self.master(below=False)  # with the blocks where columns have them: they may not fit where the bound would
+        answer = above.lp.solve(relaxed=True, time_limit=self.left())
+        return answer is not None and self.ask(above.prices(answer))
 
     def answers(self) -> None:
         """Solve the master from above; where it saw too little memory to be needed, again, with as much more."""

@@ -93,7 +93,10 @@ class LinearProgram:
 
 
 def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float, **more) -> mathopt.SolveResult:
-    """Solve with HiGHS on one thread. gap, difference: relative and absolute, at which an answer is good enough. more: for math_opt."""
+    """Solve with HiGHS on one thread. gap, difference: relative and absolute, at which an answer is good enough. more: for math_opt.
+
+    Raises SolverError where it fails.
+    """
     options = highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}, int_options={"random_seed": 0})
     params = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=time_limit),
@@ -102,7 +105,10 @@ def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float
         highs=options,
     )
     with _stdout_to_stderr():
-        return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, **more)
+        try:
+            return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, **more)
+        except (RuntimeError, ValueError, AttributeError) as error:  # the last is ortools' own, over a status that it can't read
+            raise SolverError(f"HiGHS failed: {error}") from error
 
 
 @contextmanager

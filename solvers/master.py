@@ -52,13 +52,15 @@ class Master:
         slowest, once = lp.column(cost=clock * (problem.microbatches - 1)), lp.column(cost=clock)
         excess = lp.column(cost=1.0) if least else None
         cut = min(part.least_sends() for part in parts.values()) * scale
+        buffer = min(part.least_buffers() for part in parts.values())
         self.time_rows, self.once_rows, self.memory_rows = [], [], []
+        self.reserved = [reserve + ((s > 0) + (s < p - 1)) * buffer for s, reserve in enumerate(problem.reserve)]
         for s, spent in enumerate(self.spent):
             cuts = (s > 0) + (s < p - 1)
             self.time_rows.append(lp.row({slowest: 1.0, **{c: -v for c, v in spent["seconds"].items()}}, cuts * cut))
             self.once_rows.append(lp.row({once: 1.0, **{c: -v for c, v in spent["once"].items()}}, 0.0))
             room, whole = ({excess: -1.0}, 0.0) if least else ({}, 1.0 + SLACK)
-            reserved = (problem.reserve[s] + unseen[s]) / problem.limit
+            reserved = (self.reserved[s] + unseen[s]) / problem.limit
             self.memory_rows.append(lp.row({**spent["bytes"], **room}, upper=whole - reserved))  # (M)
         self.offset = 2 * (p - 1) * cut * clock
 
@@ -120,6 +122,7 @@ class Master:
                 for stream in streams:
                     u[index, stream] = lp.column(upper=1.0, integer=True)
                 lp.row({u[index, stream]: 1.0 for stream in streams}, 1.0, 1.0)  # (S)
+                self._buffer(part, {stream: u[index, stream] for stream in streams})
         for (j, s), y in self.y.items():
             segment, terms = self.segments[j], {}
             for c, column in enumerate(self.parts[segment.part].columns):
@@ -137,6 +140,17 @@ class Master:
                     lp.row({at: 1.0, u[segment.part, column.stream]: -float(segment.count)}, upper=0.0)
             lp.row({**terms, y: -1.0}, 0.0, 0.0)  # (B)
         self._residents(clock)
+
+    def _buffer(self, part: Part, chosen: Mapping[tuple[int, ...], int]) -> None:
+        """Bytes for cuts that depend on the placement in which blocks hand over; all are supposed to lie within the longest part."""
+        if part is not max(self.parts.values(), key=lambda other: len(self.problem.blocks[other.index])):
+            return
+        least, p = min(other.least_buffers() for other in self.parts.values()), self.problem.stages
+        for s, spent in enumerate(self.spent):
+            for stream, column in chosen.items():
+                more = part.buffers(stream) - least
+                if more > 0:
+                    spent["bytes"][column] = ((s > 0) + (s < p - 1)) * more / self.problem.limit
 
     def _residents(self, clock: float) -> None:
         """(R) One strategy for each resident op, paid for in every stage that reads it."""
@@ -172,8 +186,8 @@ class Master:
 
     def memory(self, found: LinearAnswer) -> list[float]:
         """Bytes of each stage, as far as the program sees them."""
-        limit, held = self.problem.limit, zip(self.problem.reserve, self.spent)
-        return [reserve + limit * sum(v * found.values[c] for c, v in spent["bytes"].items()) for reserve, spent in held]
+        limit, held = self.problem.limit, zip(self.reserved, self.spent)
+        return [reserved + limit * sum(v * found.values[c] for c, v in spent["bytes"].items()) for reserved, spent in held]
 
     def fix(self, y: dict[tuple[int, int], float]) -> None:
         for key, column in self.y.items():

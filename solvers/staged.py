@@ -7,7 +7,7 @@ The chain of blocks is cut into p stages. With m micro-batches, a step takes
 
     t[s], once[s]   seconds (of one micro-batch; once a step) of the ops of the stage, of the conversions that its ops demand, and, in t[s],
                     of what it sends: of a value that crosses the cut behind a stage, that stage and the next spend ``sends`` each
-    memory[s]       reserve[s] + sum of state + in_flight[s] * sum of saved + the most of any block's sum of peak  <=  limit
+    memory[s]       reserve[s] + sum of state + in_flight[s] * sum of saved + the most of any block's sum of peak + buffers  <=  limit
 
 A conversion is paid once for each (value, stage, demanded placement). Ops of no part (weights that several parts read) are paid for in
 every stage that reads them.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -72,6 +72,7 @@ class StagedValue:
     placements: for each strategy of the producer, the id of the placement in which it leaves the value.
     moves: (from, to) -> what that conversion costs. A pair that is absent is impossible; staying (p, p) is free.
     sends: placement -> seconds that each of two neighbouring stages spends when the value crosses the cut between them; free if absent.
+    buffers: placement -> bytes that each of the two holds for it, all the time; none if absent.
     """
 
     name: str
@@ -79,6 +80,7 @@ class StagedValue:
     placements: tuple[int, ...]
     moves: dict[tuple[int, int], Amount]
     sends: dict[int, float]
+    buffers: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvalu
     violations += [f"the chain can't be cut before block {start}" for start in first[1:] if not problem.legal[start - 1]]
     stage = np.repeat(np.arange(p), np.diff([*first, len(problem.chain)]))
     chosen = {i: np.array([answer.choices[i, block] for block in problem.homes(i)]) for i in range(len(problem.ops))}
-    total, sends = np.zeros((p, len(NOTHING))), np.zeros(p)
+    total, sends, buffers = np.zeros((p, len(NOTHING))), np.zeros(p), np.zeros(p)
     inside: dict[int, set[int]] = defaultdict(set)  # of a resident op: the stages that read it
     for index, uses in problem.readings.items():
         value, reads = problem.values[index], []
@@ -232,6 +234,7 @@ def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvalu
         for block, (placement, end) in last.items():
             for cut in range(stage[block], end):
                 sends[cut : cut + 2] += value.sends.get(placement, 0.0)
+                buffers[cut : cut + 2] += value.buffers.get(placement, 0.0)
     peaks = np.zeros(len(problem.chain))
     for index, op in enumerate(problem.ops):
         costs = np.array(op.costs)[chosen[index]]
@@ -243,8 +246,9 @@ def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvalu
     total = [Amount(*amounts) for amounts in total.tolist()]
     seconds = [amount.seconds + sent for amount, sent in zip(total, sends.tolist())]
     memory = []
-    for start, end, reserve, amount, flight in zip(first, [*first[1:], len(problem.chain)], problem.reserve, total, problem.in_flight):
-        memory.append(reserve + amount.state + flight * amount.saved + float(peaks[start:end].max()))
+    for s, (start, end, amount) in enumerate(zip(first, [*first[1:], len(problem.chain)], total)):
+        held = problem.reserve[s] + float(buffers[s]) + float(peaks[start:end].max())
+        memory.append(held + amount.state + problem.in_flight[s] * amount.saved)
     for at, nbytes in enumerate(memory):
         if nbytes > problem.limit * (1 + SLACK):
             violations.append(f"stage {at} holds {nbytes:.0f} bytes, the limit is {problem.limit:.0f}")

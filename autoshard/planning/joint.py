@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import fx
 
 from autoshard.cluster import Cluster
-from autoshard.errors import MORE_ROOM, InfeasibleError, SlowerError
+from autoshard.errors import MORE_ROOM, InfeasibleError, PlanError, SlowerError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.planning.chain import Chain, Irregular, chain_of
@@ -20,9 +20,10 @@ from autoshard.program import Program
 from autoshard.schedule import Schedule
 from autoshard.solvers.exact import StagedSolution
 from autoshard.solvers.folded import OutOfMemory, TooSlow, proven, solve_folded
+from autoshard.solvers.problem import SolverError
 from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
 
-_TRIES = 4  # of plans whose memory was estimated badly
+_TRIES = 5  # of plans whose memory was estimated badly
 _SLOW, _ROOM = 0.01, 0.03  # a plan so much above the bound that leaves so much memory: the limit was felt too early
 
 
@@ -81,6 +82,7 @@ def decide_jointly(
     mesh, limit = program.mesh, staged.problem.limit
     reserve, parts = tuple(transient), {}
     best: Decision | None = None
+    failed: list[tuple[float, ...]] = []
     nothing = (0.0,) * mesh.pipeline
     for _ in range(_TRIES):
         problem = replace(staged.problem, reserve=reserve)
@@ -92,6 +94,10 @@ def decide_jointly(
             slower = SlowerError(str(error), hint="another plan is faster")
             slower.least = error.least
             raise slower from error
+        except SolverError as error:
+            if best is not None:
+                break
+            raise PlanError(f"no plan was found: {error}", hint="try another mesh, or another number of micro-batches") from error
         except OutOfMemory as error:
             if best is not None:
                 break
@@ -102,9 +108,12 @@ def decide_jointly(
         decision = decision_of(program, chain, staged, solution.answer)
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next
-        reserve = tuple(r + n - known for r, n, known in zip(reserve, needed, solution.evaluation.memory))
+        unseen = tuple(r + n - known for r, n, known in zip(reserve, needed, solution.evaluation.memory))
         if max(needed) > limit:
+            failed.append(unseen)
+            reserve = tuple(map(max, *failed)) if len(failed) > 1 else unseen  # plans that differ in turns must not take turns
             continue
+        reserve = unseen
         bound = min(solution.objective, proven(replace(problem, reserve=reserve), parts, time_limit))
         decision.solver = notes_of(solution, bound, problem, len(decision.chosen), time.perf_counter() - start)
         if best is not None:

@@ -143,6 +143,7 @@ def _item(program: Program, group, chosen, priced: Priced, mesh: Mesh, cluster: 
                 param = program.params[x.name]
                 held = prod(local_shape(param.shape, src, mesh.sizes, (0, 0)))
                 itemsize = x.meta["val"].element_size()
-                state = state_bytes(held, itemsize, param.master is not None, level, mesh.data, param.requires_grad)
+                mixed, added_up = param.master is not None, program.microbatches > 1
+                state = state_bytes(held, itemsize, mixed, level, mesh.data, param.requires_grad, added_up)
                 resident += sum(state.values())
     return Item(seconds, once, resident, activation)

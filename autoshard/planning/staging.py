@@ -231,7 +231,7 @@ class _Builder:
                 levels.pop(3, None)  # what many blocks gather comes and goes too often
             for level in levels:
                 own = local_elements(param.shape, piece, sizes) if level else held
-                state = state_bytes(held, itemsize, mixed, level, held / own, param.requires_grad)
+                state = state_bytes(held, itemsize, mixed, level, held / own, param.requires_grad, self.program.microbatches > 1)
                 once = optimizer_seconds(own, device, mixed=own * mixed) - device.launch if param.requires_grad else 0.0
                 peak = held * itemsize if level == 3 and not resident else 0.0  # the weights of a layer are gathered together
                 ways.append(Way(s, level))
@@ -321,15 +321,18 @@ class _Builder:
         if (source, index) not in self.by_value:
             layouts: dict = {}
             node = self._representative(self.members[source])
-            placements, sends = [], {}
+            placements, sends, buffers = [], {}, {}
             for way in self.ways[source]:
                 layout = way.strategy.results[index]
                 key = (layout, ("level", way.level)) if node.op == "placeholder" else (layout, "once only" if way.mode == ONCE else "made")
                 placements.append(layouts.setdefault(key, len(layouts)))
                 if node.op == "call_function" and node not in self.pure and self.mesh.pipeline > 1:
-                    sends[placements[-1]] = send(self._bytes(node, index, layout), self.mesh, self.cluster).seconds
+                    nbytes = self._bytes(node, index, layout)
+                    sends[placements[-1]] = send(nbytes, self.mesh, self.cluster).seconds
+                    if node.meta.get("grad"):  # torch has buffers for all micro-batches: of values, and of gradients that come back
+                        buffers[placements[-1]] = self.program.microbatches * nbytes
             self.by_value[source, index] = len(self.values), layouts
-            self.values.append(StagedValue(f"{node.name}.{index}", source, tuple(placements), {}, sends))
+            self.values.append(StagedValue(f"{node.name}.{index}", source, tuple(placements), {}, sends, buffers))
         return self.by_value[source, index]
 
     def _bytes(self, node: fx.Node, index: int, layout: Layout) -> float:
