@@ -10,7 +10,7 @@ from functools import cached_property
 from autoshard import passes
 from autoshard.capture import Captured
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, PlanError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
@@ -26,6 +26,7 @@ from autoshard.planning.staging import Allowed, Staged
 from autoshard.predict import describe, predict, too_large
 from autoshard.program import Program
 from autoshard.schedule import SCHEDULES, Schedule
+from autoshard.solvers.columns import Part
 from autoshard.solvers.fastest import fastest
 from autoshard.solvers.folded import solve_folded
 from autoshard.solvers.problem import Infeasible
@@ -38,6 +39,10 @@ AMPLE = 2.0**50
 
 BLOCKS = 2
 """Blocks for each stage, from which on it is enough to cut the pipeline between them."""
+
+
+LITTLE = 1.25
+"""Of the limit: what a plan needs that may be made to fit without computing anything again."""
 
 
 def default_schedule(mesh: Mesh) -> Schedule:
@@ -161,15 +166,18 @@ class Task:
         staged = self.staged(self.cut, self.limit, self.saving.modes)
         return self.made_to_fit(staged, staged.chain, transient, cutoff)
 
-    def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float], cutoff: float) -> Plan:
-        """The fastest plan that fits, of a problem. chain: of the program. Raises Irregular, InfeasibleError, SlowerError."""
+    def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float], cutoff: float, parts=None) -> Plan:
+        """The fastest plan that fits, of a problem. chain: of the program. parts: as for ``decide_jointly``.
+
+        Raises Irregular, InfeasibleError, SlowerError.
+        """
         found: dict[int, Plan] = {}  # by decision
 
         def measure(decision: Decision) -> list[float]:
             plan = found[id(decision)] = self.predicted(decision)
             return [sum(row.memory.values()) for row in plan.stage_rows]
 
-        decision = decide_jointly(staged, self.cut, chain, transient, measure, cutoff=cutoff)
+        decision = decide_jointly(staged, self.cut, chain, transient, measure, cutoff=cutoff, parts=parts)
         return replace(found[id(decision)], solver=decision.solver)
 
     def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:
@@ -201,6 +209,7 @@ class Outline:
     step_seconds: float
     peak_bytes: float  # of the fullest rank, as far as the problem knows
     staged: Staged
+    parts: dict[int, Part]  # what was learnt of it
     seconds: float  # that it took
 
 
@@ -225,12 +234,13 @@ class LongTask(Task):
             raise Irregular(f"there are few blocks for {self.mesh.pipeline} stages")
         if self.limit is not None and staged.problem.least_state > self.limit and not self.offload:
             raise too_small(staged.problem.least_state, self.limit, self.mesh)
+        parts: dict[int, Part] = {}
         try:
-            _, found = fastest(staged.problem)
+            _, found = fastest(staged.problem, parts)
         except Infeasible as error:
             raise Irregular(str(error)) from error
         logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, found.objective, max(found.memory) / 2**30)
-        return Outline(self.m, found.objective, max(found.memory), staged, time.perf_counter() - start)
+        return Outline(self.m, found.objective, max(found.memory), staged, parts, time.perf_counter() - start)
 
     def finished(self, draft: Outline | Plan, cutoff: float = float("inf")) -> Plan:
         """The plan of an outline if it fits; else the best that does."""
@@ -252,7 +262,7 @@ class LongTask(Task):
         chain = chain_of(self.cut, fold(self.cut), pure_nodes(self.cut))
         transient = [0.0] * self.mesh.pipeline
         if draft.peak_bytes <= limit:
-            solution = solve_folded(draft.staged.problem, progress=logger("plan").info)
+            solution = solve_folded(draft.staged.problem, progress=logger("plan").info, parts=draft.parts)
             decision = decision_of(self.cut, chain, draft.staged, solution.answer)
             seconds = draft.seconds + solution.seconds
             decision.solver = notes_of(solution, solution.bound, draft.staged.problem, len(decision.chosen), seconds)
@@ -260,7 +270,21 @@ class LongTask(Task):
             if plan.peak_bytes <= limit:
                 return plan
             transient = [row.memory["transient"] for row in plan.stage_rows]
+        elif draft.peak_bytes <= LITTLE * limit and self.saving.recompute is None:
+            try:
+                return self.squeezed(draft, limit, chain, cutoff)
+            except PlanError as reason:
+                logger("plan").info("not without computing again: %s", reason)
         return self.made_to_fit(self.staged(self.cuts.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient, cutoff)
+
+    def squeezed(self, draft: Outline, limit: float, chain: Chain, cutoff: float) -> Plan:
+        """A plan that fits, computes nothing again, and takes hardly longer than any that need not fit. Raises Irregular, PlanError."""
+        free = solve_folded(draft.staged.problem, parts=draft.parts)
+        staged = replace(draft.staged, problem=replace(draft.staged.problem, limit=limit))
+        cutoff = min(cutoff, free.bound * (1 + NEAR))
+        plan = self.made_to_fit(staged, chain, [0.0] * self.mesh.pipeline, cutoff, draft.parts)
+        plan.solver.update(bound=free.bound, gap=1 - free.bound / plan.solver["objective"])
+        return plan
 
 
 def too_small(least: float, limit: float, mesh: Mesh) -> InfeasibleError:

@@ -207,14 +207,12 @@ class Part:
             found.append(kept)
         return found
 
-    def ask(
-        self, prices: Amount, time_limit: float, tolerance: float = 0.0, first: bool = False, beside: Mapping[int, int] | None = None
-    ) -> bool:
+    def ask(self, prices: Amount, time_limit: float, tolerance: float = 0.0, beside: Mapping[int, int] | None = None) -> bool:
         """Solve at these prices, as shares of the largest and rounded; whether that told anything new.
 
         tolerance: relative, by which the cheapest column known may be dearer than the floors prove: that is good enough.
-        first: these are the prices of the first block, too.
-        beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too.
+        beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too; of the first block, which
+        reads another part's values, it is one at the prices that were asked first, of time.
         """
         lead = prices.seconds or max(prices)
         prices = Amount(*(_rounded(price / lead) for price in prices))
@@ -223,7 +221,7 @@ class Part:
             return False
         if tolerance and self.columns:
             known = min(column.whole.priced(prices) for column in self.columns)
-            if known - self.least(prices, first) <= tolerance * known:
+            if known - self.least(prices) <= tolerance * known:
                 return False
         self.asked.add((prices, *beside.items()))
         bound = float("inf")
@@ -239,7 +237,7 @@ class Part:
             if all(column.choices != other.choices for other in self.columns):
                 self.columns.append(column)
         if not beside:
-            self.floors.append(Floor(prices, bound, bound if self.alone else self.opened(prices, time_limit) if first else 0.0))
+            self.floors.append(Floor(prices, bound, bound if self.alone else 0.0 if self.floors else self.opened(prices, time_limit)))
         return True
 
     def opened(self, prices: Amount, time_limit: float) -> float:
@@ -252,11 +250,10 @@ class Part:
                 continue
         return min(found, default=0.0)
 
-    def least(self, prices: Amount, first: bool) -> float:
-        """What floors (that tell of the first block, too) prove at these prices: the best sum of multiples of them that are no dearer."""
+    def least(self, prices: Amount) -> float:
+        """What floors prove at these prices: the best sum of multiples of them that are no dearer."""
         lp = LinearProgram()
-        floors = [floor for floor in self.floors if floor.first or not first or not floor.bound]
-        floors = [floor for floor in floors if all(price or not cut for cut, price in zip(floor.prices, prices))]
+        floors = [floor for floor in self.floors if all(price or not cut for cut, price in zip(floor.prices, prices))]
         multiples = [lp.column(cost=-floor.bound) for floor in floors]
         for i, price in enumerate(prices):
             if price:

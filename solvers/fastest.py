@@ -13,11 +13,14 @@ from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProb
 _COMBINATIONS = 32  # of columns, tried for one answer
 
 
-def fastest(problem: StagedProblem, time_limit: float = 60.0) -> tuple[StagedAnswer, StagedEvaluation]:
-    """The best answer found to a problem of which every answer fits. Raises Infeasible if no ways of its blocks go together."""
+def fastest(problem: StagedProblem, parts: dict[int, Part], time_limit: float = 60.0) -> tuple[StagedAnswer, StagedEvaluation]:
+    """The best answer found to a problem of which every answer fits. Raises Infeasible if no ways of its blocks go together.
+
+    parts: {}; what is learnt is added to it, for ``solve_folded``.
+    """
     p, m = problem.stages, problem.microbatches
     fast = Amount(1 + (m - 1) / p, 1 / p)
-    parts = {index: Part(problem, index) for index in dict.fromkeys(problem.chain)}
+    parts.update({index: Part(problem, index) for index in dict.fromkeys(problem.chain)})
     for part in parts.values():
         part.ask(fast, time_limit)
     chosen = {op: k for part in parts.values() for op, k in part.columns[0].choices if problem.ops[op].part == part.index}

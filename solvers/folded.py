@@ -194,18 +194,11 @@ class _Search:
         flight = max(self.problem.in_flight)
         small = Amount(fast.seconds * TINY, fast.once * TINY, weight, weight * flight, weight)
         between = [Amount(fast.seconds, fast.once, weight / share, weight * flight / share) for share in _BETWEEN]
-        self.ask({part: [small, *between] for part in self.parts}, everywhere=True)
+        self.ask({part: [small, *between] for part in self.parts})
 
-    def ask(self, wanted: dict[int, list[Amount]], everywhere: bool = False) -> bool:
-        """Ask the parts, also for what goes well with the others' choices. Whether anything is new.
-
-        wanted: prices; first those where the first block of the part is, or ``everywhere``.
-        """
-        asked = [
-            self.parts[part].ask(price, self.left(), self.tolerance, first=i == 0 or everywhere)
-            for part, prices in wanted.items()
-            for i, price in enumerate(prices)
-        ]
+    def ask(self, wanted: dict[int, list[Amount]]) -> bool:
+        """Ask the parts, also for what goes well with the others' choices. Whether anything is new."""
+        asked = [self.parts[part].ask(price, self.left(), self.tolerance) for part, prices in wanted.items() for price in prices]
         beside = self.beside()
         for index, prices in wanted.items():
             part = self.parts[index]

@@ -31,7 +31,7 @@ def test_near_the_best():
     apart = []
     for seed in range(60):
         problem = replace(layers(Random(seed)), limit=1e9)
-        answer, evaluation = fastest(problem)
+        answer, evaluation = fastest(problem, {})
         assert evaluation == evaluate_staged(problem, answer) and not evaluation.violations
         solution = solve_folded(problem)
         assert evaluation.objective >= solution.bound * (1 - 1e-9), seed

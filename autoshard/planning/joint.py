@@ -18,6 +18,7 @@ from autoshard.planning.saving import ANY, KEPT, PLAIN
 from autoshard.planning.staging import Allowed, Staged, stage_problem
 from autoshard.program import Program
 from autoshard.schedule import Schedule
+from autoshard.solvers.columns import Part
 from autoshard.solvers.exact import StagedSolution
 from autoshard.solvers.folded import OutOfMemory, TooSlow, proven, solve_folded
 from autoshard.solvers.problem import SolverError
@@ -63,6 +64,7 @@ def decide_jointly(
     measure: Callable[[Decision], Sequence[float]],
     time_limit: float = 60.0,
     cutoff: float = float("inf"),
+    parts: dict[int, Part] | None = None,
 ) -> Decision:
     """The fastest decision found that fits, with a proven bound.
 
@@ -75,12 +77,13 @@ def decide_jointly(
         transient: bytes of each stage that the problem knows nothing of, as a first guess.
         measure: predicted peak bytes of each stage, of a decision.
         cutoff: seconds of a step; what is slower is of no use.
+        parts: what was learnt from the same problem with another limit; is added to.
 
     Raises InfeasibleError: nothing fits. SlowerError: nothing that fits is as fast as that.
     """
     start = time.perf_counter()
     mesh, limit = program.mesh, staged.problem.limit
-    reserve, parts = tuple(transient), {}
+    reserve, parts = tuple(transient), {} if parts is None else parts
     best: Decision | None = None
     failed: list[tuple[float, ...]] = []
     nothing = (0.0,) * mesh.pipeline
