@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import log2
 from typing import Any
 
 from autoshard import passes
@@ -25,6 +26,9 @@ from autoshard.program import Program
 from autoshard.schedule import schedule_of
 from autoshard.tasks import BLOCKS, Cuts, LongTask, Outline, Task, default_schedule
 from autoshard.tracing import few_collections
+
+PATIENCE, HURRY = 60.0, 10.0
+"""Seconds that a solver may take to make a plan fit: on the mesh that was asked for; on each of many."""
 
 
 @few_collections()
@@ -82,12 +86,15 @@ class Wanted:
         """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
         return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
 
-    def on(self, mesh: Mesh, cutoff: float = float("inf")) -> Plan:
-        """The best plan for a mesh, over the numbers of micro-batches. cutoff: as for ``over_microbatches``. Raises PlanError."""
+    def on(self, mesh: Mesh, cutoff: float = float("inf"), patience: float = PATIENCE) -> Plan:
+        """The best plan for a mesh, over the numbers of micro-batches.
+
+        cutoff: as for ``over_microbatches``. patience: seconds that a solver may take for each of them. Raises PlanError.
+        """
         mesh = self.placed(mesh)
 
         def finish(plan: Plan | Outline, cutoff: float) -> Plan:
-            return self.task(mesh, plan.microbatches).finished(plan, cutoff)
+            return self.task(mesh, plan.microbatches, patience=patience).finished(plan, cutoff)
 
         best = self.over_microbatches(mesh, lambda m: self._drafted(mesh, m), finish, cutoff)
         check_memory(best)
@@ -109,11 +116,11 @@ class Wanted:
     def _traffic(self) -> Traffic:
         return Traffic.of(self.program, pure_nodes(self.program))
 
-    def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None) -> Task:
-        """narrow: as for ``planner.decide``."""
+    def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None, patience: float = PATIENCE) -> Task:
+        """narrow: as for ``planner.decide``. patience: as for ``on``."""
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
         long = self.cuts.short is not None and not self.pins and placed.chunks == 1
-        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, self.offload, m, narrow)
+        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, self.offload, m, narrow, patience)
         return kind(self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, *asked)
 
     def over_microbatches(
@@ -173,7 +180,7 @@ class Wanted:
                 continue
             logger("plan").info("mesh %s: %.4g s or more", look.mesh, look.seconds)
             try:
-                plan = self.on(look.mesh, _useful(best))
+                plan = self.on(look.mesh, _useful(best), HURRY)
             except PlanError as error:
                 refused = error
                 continue
@@ -195,12 +202,12 @@ class Wanted:
         drafts = [each.outlined(1) for each in (task, *(self.task(mesh, most) for most in more))]
         if len(drafts[0].staged.problem.chain) >= BLOCKS * mesh.pipeline:
             self._drafts.update({(mesh, plan.microbatches): plan for plan in drafts})
-        guesses = [plan.step_seconds * (1 + _FITTING * max(0.0, 1 - self.limit / plan.peak_bytes)) for plan in drafts]
+        guesses = [plan.step_seconds * (1 + _FITTING * max(0.0, log2(plan.peak_bytes / self.limit))) for plan in drafts]
         return _Look(mesh, min(plan.step_seconds for plan in drafts), min(guesses))
 
 
-_FITTING = 0.2
-"""Of a step's time, what it takes about to make a plan fit that needs far more memory than there is."""
+_FITTING = 0.03
+"""Of a step's time, what it takes about to make a plan fit that needs twice the memory there is; and again as much for each doubling."""
 
 
 @dataclass(frozen=True)

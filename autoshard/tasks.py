@@ -85,6 +85,7 @@ class Task:
     offload: bool  # of all trained parameters' optimizer state
     m: int
     narrow: Narrow | None = None
+    patience: float = 60.0  # seconds that a solver may take to make a plan fit
 
     @property
     def cut(self) -> Program:
@@ -177,7 +178,7 @@ class Task:
             plan = found[id(decision)] = self.predicted(decision)
             return [sum(row.memory.values()) for row in plan.stage_rows]
 
-        decision = decide_jointly(staged, self.cut, chain, transient, measure, cutoff=cutoff, parts=parts)
+        decision = decide_jointly(staged, self.cut, chain, transient, measure, self.patience, cutoff, parts)
         return replace(found[id(decision)], solver=decision.solver)
 
     def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:

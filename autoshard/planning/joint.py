@@ -62,7 +62,7 @@ def decide_jointly(
     chain: Chain,
     transient: Sequence[float],
     measure: Callable[[Decision], Sequence[float]],
-    time_limit: float = 60.0,
+    time_limit: float,
     cutoff: float = float("inf"),
     parts: dict[int, Part] | None = None,
 ) -> Decision:
@@ -76,6 +76,7 @@ def decide_jointly(
         program, chain: of one micro-batch, whole; what is decided is decided for it.
         transient: bytes of each stage that the problem knows nothing of, as a first guess.
         measure: predicted peak bytes of each stage, of a decision.
+        time_limit: seconds for the solver, but it looks at least once.
         cutoff: seconds of a step; what is slower is of no use.
         parts: what was learnt from the same problem with another limit; is added to.
 
@@ -90,7 +91,8 @@ def decide_jointly(
     for _ in range(_TRIES):
         problem = replace(staged.problem, reserve=reserve)
         try:
-            solution = solve_folded(problem, time_limit, progress=logger("plan").info, parts=parts, cutoff=cutoff)
+            left = max(1.0, start + time_limit - time.perf_counter())
+            solution = solve_folded(problem, left, progress=logger("plan").info, parts=parts, cutoff=cutoff)
         except TooSlow as error:
             if best is not None:
                 break
