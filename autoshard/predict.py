@@ -308,8 +308,9 @@ def _totals(plan: Plan, mesh: Mesh, cluster: Cluster, per_stage, part, once, hid
         if row.direction == "step":
             syncs[row.axis] += row.seconds / p
     if hidden:
-        syncs[max(syncs, key=syncs.get)] -= hidden
-    optimizer = sum(once) / p - sum(syncs.values())
+        longest = max(syncs, key=syncs.get)
+        syncs[longest] = max(0.0, syncs[longest] - hidden)
+    optimizer = max(0.0, sum(once) / p - sum(syncs.values()))
     plan.breakdown = {
         "compute": mean["compute"],
         "tensor": mean["tensor"] + syncs.get("tensor", 0.0),
