@@ -212,7 +212,7 @@ class Part:
 
         tolerance: relative, by which the cheapest column known may be dearer than the floors prove: that is good enough.
         beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too; of the first block, which
-        reads another part's values, it is one at the prices that were asked first, of time.
+        reads another part's values, it is one at the first three prices: of time, of memory, and of both.
         """
         lead = prices.seconds or max(prices)
         prices = Amount(*(_rounded(price / lead) for price in prices))
@@ -237,7 +237,8 @@ class Part:
             if all(column.choices != other.choices for other in self.columns):
                 self.columns.append(column)
         if not beside:
-            self.floors.append(Floor(prices, bound, bound if self.alone else 0.0 if self.floors else self.opened(prices, time_limit)))
+            first = self.opened(prices, time_limit) if len(self.floors) < 3 and not self.alone else 0.0
+            self.floors.append(Floor(prices, bound, bound if self.alone else first))
         return True
 
     def opened(self, prices: Amount, time_limit: float) -> float:
