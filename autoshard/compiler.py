@@ -72,7 +72,7 @@ def plan(
         pin: placements that are forced: ``{"lm_head.weight": {"tensor": "S(0)"}}``; parameters, inputs, or outputs of modules, by name.
         zero: ZeRO level of every weight that can be cut over data: 0 nothing is cut, 1 what the optimizer keeps of it, 2 its gradient too,
             3 the weight too. "auto": for each weight what is best where memory is short, else 2 if that makes steps
-            at least 1 % shorter, else 0.
+            at least 1 % shorter (in models of 16 like layers or more: at all), else 0.
         recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto": for each layer, and
             each value in it, what is best.
         schedule: of the pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", the last three with two
