@@ -16,6 +16,7 @@ from torch import fx
 
 from autoshard import passes
 from autoshard.capture import Captured
+from autoshard.cost.memory import state_bytes
 from autoshard.draws import without_keys
 from autoshard.errors import AutoshardError, InfeasibleError, PlanError
 from autoshard.logs import logger
@@ -431,14 +432,12 @@ def needed(wanted: Wanted, mesh: Mesh, m: int) -> float:
     free = bool(wanted.pins)  # a pin may cut a weight over data
     held = 0.0
     for param in program.params.values():
-        elements, itemsize = prod(param.shape), param.dtype.itemsize
-        share = elements * itemsize / (every if free or param.kind != "parameter" or saving.zero in (None, 3) else tensor)
-        held += share
-        if param.requires_grad:
-            if trains and m > 1:
-                held += elements * itemsize / (every if free or saving.zero in (None, 2, 3) else tensor)
-            state = 0 if wanted.offload else elements * (12 if param.master is not None else 2 * itemsize)
-            held += state / (every if free or saving.zero != 0 else tensor)
+        whole = state_bytes(prod(param.shape), param.dtype.itemsize, param.master is not None, trainable=param.requires_grad)
+        held += whole["parameters"] / (every if free or param.kind != "parameter" or saving.zero in (None, 3) else tensor)
+        if trains and m > 1:
+            held += whole["gradients"] / (every if free or saving.zero in (None, 2, 3) else tensor)
+        if not wanted.offload:
+            held += whole["optimizer"] / (every if free or saving.zero != 0 else tensor)
     if not trains:
         return held
     returned = (returned_bytes(wanted) + _bytes(program.results[program.loss])) * (2 if m > 1 else 1) / (mesh.data * mesh.tensor)

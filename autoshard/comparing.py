@@ -106,12 +106,13 @@ class _Planner:
         if SLACK * self.one_device * self.share(mesh, m) >= known < float("inf"):
             raise SlowerError(f"{m} micro-batches on mesh {mesh} are slower than the best")
         self.progress(f"{baseline.name} on {mesh}, {m} micro-batch{'es' * (m > 1)}")
-        tasks = [replace(self.wanted, saving=saving).task(mesh, m, baseline.narrow) for saving in savings]
+        wanted = replace(self.wanted, schedule=self.placed(mesh).name)
+        tasks = [replace(wanted, saving=saving).task(mesh, m, baseline.narrow) for saving in savings]
         drafts = [(task, self.outlined(task)) for task in tasks if isinstance(task, LongTask)]
         if drafts and all(isinstance(draft, Outline) for _, draft in drafts):
             self.outlines[mesh, m] = min(drafts, key=lambda entry: self.wanted.rank(entry[1]))
             return self.outlines[mesh, m][1]
-        found = self.restricted(baseline, savings, mesh, m)
+        found = self.restricted(tasks)
         self.one_device = min(self.one_device, found.one_device_seconds)
         return found
 
@@ -148,20 +149,16 @@ class _Planner:
         auto = self.wanted.schedule == "auto" or mesh.pipeline == 1
         return default_schedule(mesh) if auto else schedule_of(self.wanted.schedule)
 
-    def restricted(self, baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan:
-        """A baseline's plan: the best of ``savings``."""
-        wanted = self.wanted
-        schedule = self.placed(mesh)
-        schedule.check(m, mesh.pipeline, schedule.chunks)
-        given = (wanted.captured, wanted.cuts, wanted.title, mesh, wanted.cluster, wanted.limit, {})
+    def restricted(self, tasks: list[Task]) -> Plan:
+        """A baseline's plan: the best of its tasks."""
         plans = []
-        for saving in savings:
-            task = Task(*given, saving, schedule, False, m, baseline.narrow)
+        for task in tasks:
+            task.schedule.check(task.m, task.mesh.pipeline, task.schedule.chunks)
             try:
                 plans.append(task.predicted(self.decided(task)))
             except InfeasibleError:  # then what it would need
-                plans.append(replace(replace(task, limit=None).quick(), memory_limit=wanted.limit))
-        return min(plans, key=wanted.rank)
+                plans.append(replace(replace(task, limit=None).quick(), memory_limit=self.wanted.limit))
+        return min(plans, key=self.wanted.rank)
 
     def decided(self, task: Task) -> Decision:
         """Its decision; that of the same restriction is used again where only what saves memory differs, and no cut depends on it."""

@@ -70,7 +70,9 @@ class InfeasibleError(PlanError):
 class SlowerError(PlanError):
     """No plan that fits is as fast as one that is known. least: seconds that a step takes at least."""
 
-    least = 0.0
+    def __init__(self, what: str, *, least: float = 0.0):
+        super().__init__(what, hint="the plan that is known is faster")
+        self.least = least
 
 
 class RunError(AutoshardError):

@@ -292,5 +292,5 @@ class _Race:
             if self.best is None or _rank(found, self.limit) < _rank(self.best, self.limit):
                 self.best = found
         if self.best is None:
-            raise self.refused or SlowerError(f"no plan takes less than {self.cutoff:.4g} s", hint="another plan is faster")
+            raise self.refused or SlowerError(f"no plan takes less than {self.cutoff:.4g} s", least=self.cutoff)
         return self.best

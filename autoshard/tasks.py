@@ -40,7 +40,6 @@ AMPLE = 2.0**50
 BLOCKS = 2
 """Blocks for each stage, from which on it is enough to cut the pipeline between them."""
 
-
 LITTLE = 1.25
 """Of the limit: what a plan needs that may be made to fit without computing anything again."""
 
@@ -201,7 +200,6 @@ class Task:
         return min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
 
 
-
 @dataclass(frozen=True)
 class Outline:
     """About the fastest way to train a long model, memory aside, in the solver's own numbers: what ``LongTask`` drafts."""
@@ -289,13 +287,11 @@ class LongTask(Task):
 
 
 def too_small(least: float, limit: float, mesh: Mesh) -> InfeasibleError:
-    error = InfeasibleError(
+    return InfeasibleError(
         f"nothing fits on mesh {mesh}: weights, gradients and optimizer states alone take {least / 2**30:.3g} GiB of a rank, in the mean "
         f"over the stages; the limit is {limit / 2**30:.3g} GiB",
-        hint="use more devices along tensor or pipeline", limit=limit, least=least,
+        hint="use more devices along tensor or pipeline", limit=limit, least=least, always=True,
     )  # fmt: skip
-    error.always = True
-    return error
 
 
 def plan_for(

@@ -13,7 +13,7 @@ import numpy as np
 from . import sharding
 from .elimination import cheapest
 from .linear import LinearProgram
-from .network import INF, Link, Network, Star
+from .network import INF, Network
 from .problem import Infeasible, Op, ShardingProblem, Use, Value
 from .reduce import reduce, thin
 from .staged import FIRST, HERE, NEXT, NOTHING, RESIDENT, Amount, StagedProblem
@@ -56,10 +56,7 @@ class PricedNetwork:
         for op, rows, ends, table, name in self.values:
             possible = np.isfinite(table[..., 0])
             priced = np.where(possible, np.where(possible[..., None], table, 0.0) @ weights, INF)
-            if len(ends) == 1:
-                net.add(Link(op, ends[0][0], rows, ends[0][1], priced, name))
-            else:
-                net.add(Star(op, rows, ends, priced, name))
+            net.join(op, rows, ends, priced, name)
         return net
 
     def price(self, choices: Sequence[int], prices: Amount) -> float:

@@ -69,6 +69,13 @@ class Network:
         self._next += 1
         return self._next - 1
 
+    def join(self, op: int, rows: np.ndarray, ends: list[tuple[int, np.ndarray]], table: np.ndarray, name: str) -> None:
+        """Add a value of ``op`` that others read: a link if it is one, else a star."""
+        if len(ends) == 1:
+            self.add(Link(op, ends[0][0], rows, ends[0][1], table, name))
+        else:
+            self.add(Star(op, rows, ends, table, name))
+
     def scale(self) -> float:
         """What to multiply seconds by so that the middle prices of all ops, links and stars add up to 1e4."""
         prices = [cost for op, cost in enumerate(self.costs) if op not in self.gone]
@@ -121,8 +128,5 @@ def network(problem: ShardingProblem) -> Network:
                 table[row, col_of[p]] = 0.0
         rows = np.array([row_of[p] for p in value.placements])
         ends = [(op, np.array([col_of[q] for q in demands])) for op, demands in users[index]]
-        if len(ends) == 1:
-            net.add(Link(value.op, ends[0][0], rows, ends[0][1], table, value.name))
-        else:
-            net.add(Star(value.op, rows, ends, table, value.name))
+        net.join(value.op, rows, ends, table, value.name)
     return net

@@ -242,7 +242,7 @@ def evaluate_staged(problem: StagedProblem, answer: StagedAnswer) -> StagedEvalu
             total[sorted(inside[index])] += costs[0]
         else:
             np.add.at(total, stage[problem.homes(index)], costs)
-            peaks[problem.homes(index)] += costs[:, 4]
+            peaks[problem.homes(index)] += costs[:, Amount._fields.index("peak")]
     total = [Amount(*amounts) for amounts in total.tolist()]
     seconds = [amount.seconds + sent for amount, sent in zip(total, sends.tolist())]
     memory = []

@@ -18,13 +18,11 @@ from torch import fx
 from autoshard import ops
 from autoshard.cost.heap import ACTIVATIONS, TRANSIENT, Block, Heap
 from autoshard.cost.scratch import NOTHING, Scratch, conversion_scratch, op_scratch
-from autoshard.cost.strides import Ints, contiguous, dense_like, viewed
+from autoshard.cost.strides import Ints, contiguous, of_result, of_view
 from autoshard.placement import R, blocks_now, local_shape
 from autoshard.program import Program, is_getitem, op_kind, operands, result_of, tensors
 from autoshard.rules import rule_for
 
-RESHAPES = frozenset("reshape view".split())
-PERMUTES = frozenset("permute transpose t numpy_T unsqueeze squeeze alias detach slice select expand narrow diagonal".split())
 WINDOWS = frozenset("slice select narrow diagonal".split())
 PASSES_ON = frozenset("add sub cat stack reshape view permute transpose t numpy_T unsqueeze squeeze alias detach".split())
 """Ops whose backward hands on the gradient that it is given, where the shape is the same."""
@@ -263,8 +261,8 @@ class MicroBatch:
         """Strides of the results; of one that lies in the memory of the first operand, no list."""
         key = (id(traits), *[x.strides for x in ins])
         if key not in self.laid:
-            view = _view(node, traits.kind, ins, traits.results)
-            self.laid[key] = [_strides(traits.kind, shape, ins) for shape, _ in traits.results] if view is None else view
+            view = of_view(node, traits.kind, ins, traits.results)
+            self.laid[key] = [of_result(traits.kind, shape, ins) for shape, _ in traits.results] if view is None else view
         return self.laid[key]
 
     def _keep(self, heap: Heap, node: fx.Node, env, saved) -> None:
@@ -494,59 +492,3 @@ def _module(run: list[fx.Node]) -> str:
 def _release(heap: Heap, env: dict[fx.Node, list[Held]], node: fx.Node) -> None:
     for held in env.pop(node, ()):
         heap.drop(held.block)
-
-
-def _view(node: fx.Node, kind: str, ins: list[Held], results) -> Ints | None:
-    """Strides of the result, where it shares its operand's memory."""
-    if len(results) != 1 or not ins:
-        return None
-    (shape, itemsize), x = results[0], ins[0]
-    if kind in RESHAPES:
-        return viewed(x.shape, x.strides, shape)
-    if kind == "contiguous":
-        return x.strides if x.strides == contiguous(x.shape) else None
-    if kind == "to":
-        return x.strides if x.itemsize == itemsize else None
-    return _permuted(node, kind, x, shape) if kind in PERMUTES else None
-
-
-def _permuted(node: fx.Node, kind: str, x: Held, shape: Ints) -> Ints:
-    rank, strides = len(x.shape), list(x.strides)
-    if kind == "permute":
-        return tuple(strides[d] for d in node.args[1])
-    if kind in ("transpose", "t", "numpy_T"):
-        a, b = node.args[1:3] if kind == "transpose" else (0, rank - 1)
-        if rank:
-            strides[a], strides[b] = strides[b], strides[a]
-        return tuple(strides)
-    if kind == "unsqueeze":
-        d = node.args[1] % (rank + 1)
-        return (*strides[:d], (strides[d] * x.shape[d] if d < rank else 1), *strides[d:])
-    if kind in ("squeeze", "select"):
-        gone = set(range(rank)) - set(_kept(x.shape, shape, node, kind))
-        return tuple(s for d, s in enumerate(strides) if d not in gone)
-    if kind == "expand":
-        lead = len(shape) - rank
-        return tuple(0 if d < lead or (x.shape[d - lead] == 1 and n != 1) else strides[d - lead] for d, n in enumerate(shape))
-    if kind == "slice" and len(node.args) > 4:
-        strides[node.args[1]] *= node.args[4]
-    return tuple(strides) if len(strides) == len(shape) else contiguous(shape)
-
-
-def _kept(before: Ints, after: Ints, node: fx.Node, kind: str) -> list[int]:
-    if kind == "select":
-        return [d for d in range(len(before)) if d != node.args[1] % len(before)]
-    dims = node.args[1] if len(node.args) > 1 else list(range(len(before)))
-    dims = {d % len(before) for d in ([dims] if isinstance(dims, int) else dims)}
-    return [d for d in range(len(before)) if d not in dims or before[d] != 1]
-
-
-def _strides(kind: str, shape: Ints, ins: list[Held]) -> Ints:
-    """Of a new result: elementwise ops keep their operand's order, attention's kernels write heads beside each other."""
-    if "attention" in kind and len(shape) == 4:
-        b, h, s, d = shape
-        return (s * h * d, d, h * d, 1)
-    like = next((x for x in ins if x.shape == shape), None)
-    if like is None or kind in ("linear", "addmm", "mm", "bmm", "matmul", "embedding", "cat"):
-        return contiguous(shape)
-    return dense_like(shape, like.strides)

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
+
+from torch import fx
 
 Ints = tuple[int, ...]
+
+RESHAPES = frozenset("reshape view".split())
+PERMUTES = frozenset("permute transpose t numpy_T unsqueeze squeeze alias detach slice select expand narrow diagonal".split())
+
+
+class Laid(Protocol):
+    """A tensor as it lies in memory; itemsize: bytes an element."""
+
+    shape: Ints
+    strides: Ints
+    itemsize: int
 
 
 def contiguous(shape: Sequence[int]) -> Ints:
@@ -49,3 +63,59 @@ def viewed(shape: Ints, strides: Ints, wanted: Ints) -> Ints | None:
             if d:
                 elements, step = 1, strides[d - 1]
     return tuple(out) if at < 0 or not shape else None
+
+
+def of_view(node: fx.Node, kind: str, ins: Sequence[Laid], results) -> Ints | None:
+    """Strides of the result, where it shares its operand's memory."""
+    if len(results) != 1 or not ins:
+        return None
+    (shape, itemsize), x = results[0], ins[0]
+    if kind in RESHAPES:
+        return viewed(x.shape, x.strides, shape)
+    if kind == "contiguous":
+        return x.strides if x.strides == contiguous(x.shape) else None
+    if kind == "to":
+        return x.strides if x.itemsize == itemsize else None
+    return _permuted(node, kind, x, shape) if kind in PERMUTES else None
+
+
+def _permuted(node: fx.Node, kind: str, x: Laid, shape: Ints) -> Ints:
+    rank, strides = len(x.shape), list(x.strides)
+    if kind == "permute":
+        return tuple(strides[d] for d in node.args[1])
+    if kind in ("transpose", "t", "numpy_T"):
+        a, b = node.args[1:3] if kind == "transpose" else (0, rank - 1)
+        if rank:
+            strides[a], strides[b] = strides[b], strides[a]
+        return tuple(strides)
+    if kind == "unsqueeze":
+        d = node.args[1] % (rank + 1)
+        return (*strides[:d], (strides[d] * x.shape[d] if d < rank else 1), *strides[d:])
+    if kind in ("squeeze", "select"):
+        gone = set(range(rank)) - set(_kept(x.shape, shape, node, kind))
+        return tuple(s for d, s in enumerate(strides) if d not in gone)
+    if kind == "expand":
+        lead = len(shape) - rank
+        return tuple(0 if d < lead or (x.shape[d - lead] == 1 and n != 1) else strides[d - lead] for d, n in enumerate(shape))
+    if kind == "slice" and len(node.args) > 4:
+        strides[node.args[1]] *= node.args[4]
+    return tuple(strides) if len(strides) == len(shape) else contiguous(shape)
+
+
+def _kept(before: Ints, after: Ints, node: fx.Node, kind: str) -> list[int]:
+    if kind == "select":
+        return [d for d in range(len(before)) if d != node.args[1] % len(before)]
+    dims = node.args[1] if len(node.args) > 1 else list(range(len(before)))
+    dims = {d % len(before) for d in ([dims] if isinstance(dims, int) else dims)}
+    return [d for d in range(len(before)) if d not in dims or before[d] != 1]
+
+
+def of_result(kind: str, shape: Ints, ins: Sequence[Laid]) -> Ints:
+    """Of a new result: elementwise ops keep their operand's order, attention's kernels write heads beside each other."""
+    if "attention" in kind and len(shape) == 4:
+        b, h, s, d = shape
+        return (s * h * d, d, h * d, 1)
+    like = next((x for x in ins if x.shape == shape), None)
+    if like is None or kind in ("linear", "addmm", "mm", "bmm", "matmul", "embedding", "cat"):
+        return contiguous(shape)
+    return dense_like(shape, like.strides)

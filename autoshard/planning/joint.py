@@ -96,9 +96,7 @@ def decide_jointly(
         except TooSlow as error:
             if best is not None:
                 break
-            slower = SlowerError(str(error), hint="another plan is faster")
-            slower.least = error.least
-            raise slower from error
+            raise SlowerError(str(error), least=error.least) from error
         except SolverError as error:
             if best is not None:
                 break
