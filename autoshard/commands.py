@@ -23,7 +23,7 @@ from torch import nn
 from autoshard.checking.one_device import loss_of
 from autoshard.checking.processes import Process, wait_for
 from autoshard.checking.trial import call
-from autoshard.errors import AutoshardError, MeshError, PlanError, RunError
+from autoshard.errors import AutoshardError, InfeasibleError, MeshError, PlanError, RunError
 from autoshard.planning.plan import Plan
 from autoshard.target import load_target
 
@@ -69,21 +69,32 @@ def _why(arguments: Namespace, options: dict) -> int:
 def _why_not(arguments: Namespace, options: dict) -> int:
     """Print what a forced placement would make worse."""
     from autoshard.advising import planned
+    from autoshard.planning.pins import pins_of
     from autoshard.report.tables import show
+    from autoshard.report.why import not_fitting
     from autoshard.report.why import why_not as sections
-    from autoshard.searching import search
+    from autoshard.searching import wanted_of
 
+    asked, other, refused = ", ".join(arguments.why_not), None, None
     captured, title, traced, options = _captured(arguments, options)
     with _progress("planning, without and with what is forced"):
         plan = planned(captured, title, traced=traced, **options)
         pins = {name: {**options.get("pin", {}).get(name, {}), **axes} for name, axes in arguments.forced.items()}
         forced = {**options, "microbatches": plan.microbatches, "pin": {**options.get("pin", {}), **pins}}
-        other = search(captured, title, **forced)
+        mesh = forced.pop("mesh")
+        wanted = wanted_of(captured, title, **forced)
+        try:
+            other = wanted.best(mesh)
+        except InfeasibleError as error:
+            refused = error
     if arguments.format == "json":
-        _print_json({"plan": plan.to_json(), "forced": other.to_json()})
+        _print_json({"plan": plan.to_json(), "forced": other and other.to_json(), "refused": refused and refused.what})
+    elif other:
+        show(sections(asked, plan, other))
     else:
-        show(sections(", ".join(arguments.why_not), plan, other))
-    return DONE
+        layers = max(len(wanted.cuts.like(node)) for node in pins_of(wanted.program, arguments.forced))
+        show(not_fitting(asked, plan, layers, refused))
+    return DONE if other else NO
 
 
 def compare(arguments: Namespace, options: dict) -> int:

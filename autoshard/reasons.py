@@ -18,10 +18,11 @@ from autoshard.mesh import SHARDED_AXES
 from autoshard.placement import R, format_layout
 from autoshard.planning.answers import Alternative, Move, Unavailable, Why
 from autoshard.planning.fold import fold
+from autoshard.planning.pins import pinned_node
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decision, restore
 from autoshard.planning.problem import Built, build, classes_of, move_seconds
-from autoshard.planning.strategies import Annotated, annotate, pinned_node, split_heavy
+from autoshard.planning.strategies import Annotated, annotate, split_heavy
 from autoshard.program import Program, shape_of, tensors
 from autoshard.rules.notation import Strategy
 from autoshard.solvers.sharding import evaluate
@@ -46,7 +47,7 @@ class _Asked:
         self.cluster = Cluster.of(plan.cluster)
         self.decision: Decision = restore(program, plan.mesh, plan.strategies, plan.stages)
         self.alike = fold(program).by_node(program)
-        self.annotated = annotate(program, plan.mesh, None, self.alike)
+        self.annotated = annotate(program, plan.mesh, self.alike)
         self.built, self.choices = self._problem()
 
     def _problem(self) -> tuple[Built, list[int]]:

@@ -119,7 +119,7 @@ class Wanted:
     def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None, patience: float = PATIENCE) -> Task:
         """narrow: as for ``planner.decide``. patience: as for ``on``."""
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
-        long = self.cuts.short is not None and not self.pins and placed.chunks == 1
+        long = self.cuts.short is not None and placed.chunks == 1
         kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, self.offload, m, narrow, patience)
         return kind(self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, *asked)
 

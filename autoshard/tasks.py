@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torch import fx
+
 from autoshard import passes
 from autoshard.capture import Captured
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, PlanError
 from autoshard.logs import logger
-from autoshard.mesh import Mesh
+from autoshard.mesh import SHARDED_AXES, Mesh
 from autoshard.passes.cut_stages import pure_nodes
 from autoshard.planning.abridge import abridged
 from autoshard.planning.chain import Chain, Irregular, chain_of
 from autoshard.planning.comparison import NEAR
 from autoshard.planning.fold import fold
 from autoshard.planning.joint import decide_jointly, decision_of, notes_of, staged_of
-from autoshard.planning.plan import Plan
+from autoshard.planning.pins import Asked, Pin, in_all_layers, pins_of
+from autoshard.planning.plan import PinRow, Plan
 from autoshard.planning.planner import CHEAPEST, Decision, Narrow, Saving, apply, decide, record, save
 from autoshard.planning.saving import NOTHING
 from autoshard.planning.staging import Allowed, Staged
@@ -61,6 +64,20 @@ class Cuts:
         program = abridged(self.program)
         return None if program is None else Cuts(program)
 
+    @cached_property
+    def alike(self) -> dict[fx.Node, int]:
+        """A class for each op and param: corresponding ones of identical layers share it."""
+        return fold(self.program).by_node(self.program)
+
+    def everywhere(self, pins: Asked) -> dict[str, Pin]:
+        """Pins of the values in all like layers. Raises PlacementError, and Irregular where like values are pinned, but not alike."""
+        return in_all_layers(pins_of(self.program, pins), self.alike) if pins else {}
+
+    def like(self, node: str) -> list[str]:
+        """Names of all nodes that are like one, itself among them."""
+        kinds = {kind for other, kind in self.alike.items() if other.name == node}
+        return [other.name for other, kind in self.alike.items() if kind in kinds] or [node]
+
     def of(self, m: int, mesh: Mesh) -> Program:
         """Raises PlanError if the batch can't be cut so."""
         if m not in self._made:
@@ -78,7 +95,7 @@ class Task:
     mesh: Mesh
     cluster: Cluster
     limit: float | None
-    pins: dict
+    pins: Asked
     saving: Saving
     schedule: Schedule
     offload: bool  # of all trained parameters' optimizer state
@@ -98,9 +115,19 @@ class Task:
         known = (self.captured, program, self.title, self.mesh, self.cluster, limit, self.m)
         plan = describe(*known, strategies, stages, decision.solver, self.schedule.name, self.schedule.chunks)
         plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
+        plan.pins = self._pinned(decision)
         if self.offload:
             plan.offload = sorted(param.name for param in program.params.values() if param.requires_grad)
         return predict(plan, convert(self.cut, decision), self.cluster)
+
+    def _pinned(self, decision: Decision) -> list[PinRow]:
+        layouts = {node.name: decision.chosen[node].results[0] for node in decision.chosen if node.op != "output"} if self.pins else {}
+        rows = []
+        for name, pin in pins_of(self.cuts.program, self.pins).items():
+            like, axes = self.cuts.like(name), [SHARDED_AXES.index(axis) for axis in pin.axes]
+            every = all(layouts[other][axis] == layouts[name][axis] for other in like for axis in axes)
+            rows.append(PinRow(pin.name, dict(pin.axes), len(like) if every else 1))
+        return rows
 
     def estimate(self) -> float:
         """About the least seconds of a step, memory aside."""
@@ -183,7 +210,7 @@ class Task:
     def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:
         """The problem of deciding everything about a program of one micro-batch at once. Raises Irregular."""
         allowed = Allowed(self.saving.levels, modes)
-        given = (self.mesh, self.cluster, pure_nodes(program), limit, self.pins, allowed, self.schedule)
+        given = (self.mesh, self.cluster, pure_nodes(program), limit, self.cuts.everywhere(self.pins), allowed, self.schedule)
         return staged_of(program, *given, self.narrow)
 
     def ladder(self) -> Plan:

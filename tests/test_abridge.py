@@ -10,12 +10,15 @@ from torch import nn
 from autoshard import passes
 from autoshard.capture import capture
 from autoshard.cluster import Cluster
+from autoshard.errors import PlacementError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
 from autoshard.planning.abridge import MANY, abridged
 from autoshard.planning.joint import staged_of
+from autoshard.planning.plan import Plan
 from autoshard.planning.saving import Saving
 from autoshard.planning.staging import Allowed
+from autoshard.report.explain import explain_text
 from autoshard.schedule import SCHEDULES
 from autoshard.searching import wanted_of
 from autoshard.tasks import AMPLE, LongTask, Outline
@@ -107,3 +110,31 @@ def test_a_deep_model_trains_as_on_one_device(share):
     assert plan.peak_bytes <= limit and (share == 1 or plan.regions or any(plan.zero.values()))
     assert plan.solver["bound"] <= plan.solver["objective"]
     one.check_plan(plan)
+
+
+def test_pins_of_one_layer_hold_in_all_like_it_and_the_plan_says_so():
+    model, batch = deep(gpt2, "n_layer")
+    one, mesh, weight = Case(model, batch, steps=1), Mesh(1, 2, 2), "transformer.h.{}.mlp.c_fc.weight"
+    free = wanted_of(one.captured, "model", microbatches=4).best(mesh)
+    pin = {weight.format(7): {"tensor": "S(0)"}, "transformer.h.9.attn.c_proj": {"tensor": "R"}}  # of layers that the short program lacks
+    wanted = wanted_of(one.captured, "model", microbatches=4, pin=pin)
+    task = wanted.task(mesh, 4)
+    assert isinstance(task.drafted(), Outline)
+    plan = Plan.from_json(wanted.best(mesh).to_json())
+    assert "[R, S(0)]" not in {free.params[weight.format(i)] for i in range(DEEP)}
+    assert {plan.params[weight.format(i)] for i in range(DEEP)} == {"[R, S(0)]"}
+    outputs = [[op for op in plan.ops if op.module == f"transformer.h.{i}.attn.c_proj"][-1].layout for i in range(DEEP)]
+    assert set(outputs) == {"[R, R]"}
+    assert [pin.layers for pin in plan.pins] == [DEEP, DEEP] and "in all 18 layers like it" in explain_text(plan)
+    one.check_plan(plan)
+
+
+def test_like_values_that_are_not_pinned_alike_are_so():
+    captured, weight = capture(*deep(gpt2, "n_layer")), "transformer.h.{}.mlp.c_fc.weight"
+    pin = {weight.format(0): {"tensor": "S(0)"}, weight.format(8): {"tensor": "R"}}
+    plan = wanted_of(captured, "model", pin=pin).best(Mesh(1, 2))
+    assert [plan.params[weight.format(i)] for i in (0, 8)] == ["[R, S(0)]", "[R, R]"]
+    assert [pin.layers for pin in plan.pins] == [1, 1]
+    match = r"'transformer.h.8.mlp.c_fc' .* can't be S\(0\) along tensor .*possible: .*R(.|\n)*in transformer.h.8"
+    with pytest.raises(PlacementError, match=match):
+        wanted_of(captured, "model", pin={"transformer.h.8.mlp.c_fc": {"tensor": "S(0)"}}).best(Mesh(1, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -13,6 +13,7 @@ from autoshard.errors import MORE_ROOM, InfeasibleError, PlanError, SlowerError
 from autoshard.logs import logger
 from autoshard.mesh import Mesh
 from autoshard.planning.chain import Chain, Irregular, chain_of
+from autoshard.planning.pins import Pin
 from autoshard.planning.planner import Decision, Narrow, choices_of
 from autoshard.planning.saving import ANY, KEPT, PLAIN
 from autoshard.planning.staging import Allowed, Staged, stage_problem
@@ -34,7 +35,7 @@ def staged_of(
     cluster: Cluster,
     pure: set[fx.Node],
     limit: float,
-    pins: dict[str, dict[str, str]],
+    pins: Mapping[str, Pin],
     allowed: Allowed,
     schedule: Schedule,
     narrow: Narrow | None = None,
@@ -45,6 +46,7 @@ def staged_of(
         program: of one micro-batch; it may be abridged.
         pure: values that any stage can compute for itself.
         limit: bytes a rank.
+        pins: of the values in all like layers, by name of node.
         narrow: as for ``decide``.
 
     Raises Irregular: the model has no blocks that could be told apart, or fewer than there are stages.

@@ -65,6 +65,15 @@ class StageRow:
 
 
 @dataclass
+class PinRow:
+    """A placement that was forced. layers: values that lie so, of it and all that are like it; 1 unless all do."""
+
+    name: str  # as it was pinned
+    axes: dict[str, str]  # axis -> placement
+    layers: int
+
+
+@dataclass
 class Plan:
     """Every decision, and the prediction. The names of nodes are those of the canonical graph, the same on every machine.
 
@@ -89,6 +98,7 @@ class Plan:
     regions: dict[str, int] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     chunks: int = 1
+    pins: list[PinRow] = field(default_factory=list)
     offload: list[str] = field(default_factory=list)
     model: str = ""
     parameter_count: int = 0
@@ -152,6 +162,7 @@ class Plan:
             data["mesh"] = Mesh(*data["mesh"], data.pop("order", None))
             data["ops"] = [OpRow(**row) for row in data["ops"]]
             data["collectives"] = [CollectiveRow(**row) for row in data["collectives"]]
+            data["pins"] = [PinRow(**row) for row in data.get("pins", ())]
             data["stage_rows"] = [StageRow(**row) for row in data["stage_rows"]]
             return cls(**data)
         except (KeyError, TypeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,10 +14,11 @@ from autoshard.cost.compute import Pricing
 from autoshard.errors import MORE_ROOM, InfeasibleError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.planning.fold import Folding, fold
+from autoshard.planning.pins import Asked, Pin, apart, keep_pinned, pins_of
 from autoshard.planning.problem import build, classes_of, op_seconds
 from autoshard.planning.saving import NOTHING, Saving, layer_regions, zero_levels
 from autoshard.planning.stages import blocks
-from autoshard.planning.strategies import Annotated, annotate, pinned_node, split_heavy
+from autoshard.planning.strategies import Annotated, annotate, split_heavy
 from autoshard.program import Program, is_getitem, where
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Strategy
@@ -62,7 +63,7 @@ def decide(
     cluster: Cluster,
     pure: Callable[[Program], set[fx.Node]],
     limit: float | None = None,
-    pins: dict[str, dict[str, str]] | None = None,
+    pins: Asked | None = None,
     time_limit: float = 60.0,
     solvers: Solvers = CHEAPEST,
     saving: Saving = NOTHING,
@@ -75,7 +76,7 @@ def decide(
     strategies away before anything is decided. Raises PlanError.
     """
     start = time.perf_counter()
-    _, alike, annotated = choices_of(program, mesh, pins, narrow)
+    _, alike, annotated = choices_of(program, mesh, pins_of(program, pins or {}), narrow)
     chosen, notes = _shardings(program, annotated, alike, mesh, cluster, partial(solvers.shardings, time_limit=time_limit))
     decision = Decision(chosen, dict.fromkeys(program.ops, 0), notes)
     save(decision, program, pure(program), saving)
@@ -86,14 +87,15 @@ def decide(
 
 
 def choices_of(
-    program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | None = None, narrow: Narrow | None = None
+    program: Program, mesh: Mesh, pins: Mapping[str, Pin], narrow: Narrow | None = None
 ) -> tuple[Folding, dict[fx.Node, int], dict[fx.Node, Annotated]]:
     """What there is to choose from: identical layers, the class of each node, and each node's strategies."""
     folding = fold(program)
     alike = folding.by_node(program)
-    for name in pins or ():  # what is pinned in one layer is not pinned in all of them
-        alike.pop(pinned_node(program, name), None)
-    annotated = annotate(program, mesh, pins, alike)
+    for node in list(apart(pins, alike)):  # what is pinned in one layer is not pinned in all of them
+        del alike[node]
+    annotated = annotate(program, mesh, alike)
+    keep_pinned(annotated, pins, mesh.sizes)
     if narrow:
         narrow(program, folding, annotated, mesh)
     split_heavy(annotated, alike)

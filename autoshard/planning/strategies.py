@@ -9,11 +9,10 @@ from itertools import product as cartesian
 import torch
 from torch import fx
 
-from autoshard.errors import PlacementError
 from autoshard.mesh import SHARDED_AXES, Mesh
-from autoshard.placement import R_STAR, Layout, Placement, R, S, legal, parse_placement
+from autoshard.placement import R_STAR, Layout, Placement, R, S, legal
 from autoshard.planning.blocked import Key, block_candidates, factor_blocks
-from autoshard.program import Program, is_getitem, operands, result_of, shape_of, tensors, where
+from autoshard.program import Program, is_getitem, operands, result_of, shape_of, tensors
 from autoshard.rules import rule_for
 from autoshard.rules.notation import Choice, OpRule, Strategy, choices, strategies
 
@@ -33,9 +32,7 @@ def plain(layout: Layout, grad: bool, sizes: tuple[int, ...]) -> Layout:
     return tuple(R if k == 1 or (p == R_STAR and not grad) else p for p, k in zip(layout, sizes))
 
 
-def annotate(
-    program: Program, mesh: Mesh, pins: dict[str, dict[str, str]] | None = None, alike: dict[fx.Node, int] | None = None
-) -> dict[fx.Node, Annotated]:
+def annotate(program: Program, mesh: Mesh, alike: dict[fx.Node, int] | None = None) -> dict[fx.Node, Annotated]:
     """The legal strategies of every placeholder, op and of the output, on axes (data, tensor).
 
     alike: a class for each op; ops of one class (the same op of identical layers) have one rule, which is looked up once.
@@ -75,7 +72,6 @@ def annotate(
             out[node] = Annotated(node, rules[node], keys[node], made[key])
         elif node.op == "output":
             out[node] = _demands(program, node, sizes)
-    _pin(program, out, pins or {})
     return out
 
 
@@ -262,53 +258,3 @@ def _demands(program: Program, node: fx.Node, sizes) -> Annotated:
     whole = tuple(R for _ in sizes)
     choice = Choice("replicate", (R,) * len(inputs), ())
     return Annotated(node, None, inputs, (Strategy((choice,) * len(sizes), (whole,) * len(inputs), ()),))
-
-
-def _pin(program: Program, annotated: dict[fx.Node, Annotated], pins: dict[str, dict[str, str]]) -> None:
-    """Keep only the strategies that leave a pinned parameter, input or module output in its pinned placement."""
-    names: dict[fx.Node, str] = {}
-    for name, axes in pins.items():
-        node = pinned_node(program, name)
-        if names.setdefault(node, name) != name:
-            raise PlacementError(
-                f"{name!r} and {names[node]!r} are one value and are both pinned", where=where(node), hint="leave one of the pins out"
-            )
-        for axis, text in axes.items():
-            if axis not in SHARDED_AXES:
-                raise PlacementError(f"pin of {name!r}: no axis {axis!r}", hint=f"values are placed along {' and '.join(SHARDED_AXES)}")
-            wanted, index = parse_placement(text), SHARDED_AXES.index(axis)
-            if program.mesh.sizes[index] == 1:
-                continue  # whole and cut in one piece are the same
-            item = annotated[node]
-            kept = tuple(s for s in item.strategies if s.results[0][index] == wanted)
-            if not kept:
-                possible = sorted({str(s.results[0][index]) for s in item.strategies})
-                raise PlacementError(
-                    f"{name!r} of shape {list(shape_of(node))} can't be {wanted} along {axis} (of size {program.mesh.sizes[index]}); "
-                    f"possible: {', '.join(possible)}",
-                    where=where(node),
-                    hint="pin one of the possible placements, or choose another mesh",
-                )
-            item.strategies = kept
-
-
-def pinned_node(program: Program, name: str) -> fx.Node:
-    """The node that a pin names: a parameter, buffer or input by any of its names, or the last op of a module."""
-    for node in program.graph.nodes:
-        if node.op == "placeholder":
-            param = program.params.get(node.name)
-            if (param and name in param.names) or (node.name in program.inputs and program.inputs[node.name].name == name):
-                return node
-    inside = [n for n in program.ops if n.meta.get("module") == name or n.meta.get("module", "").startswith(name + ".")]
-    inside = [n for n in inside if not is_getitem(n) and len(tensors(n.meta["val"])) == 1]
-    if inside:
-        return inside[-1]
-    from difflib import get_close_matches
-
-    known = [n for p in program.params.values() for n in p.names] + [i.name for i in program.inputs.values()]
-    known += sorted({n.meta["module"] for n in program.ops if n.meta.get("module")})
-    close = get_close_matches(name, known, 3)
-    raise PlacementError(
-        f"pin of {name!r}: no parameter, buffer, input or module that the model's forward uses has that name",
-        hint=f"did you mean {', '.join(close)}?" if close else "names are those of model.named_parameters() and model.named_modules()",
-    )

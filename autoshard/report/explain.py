@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autoshard.mesh import AXES, SHARDED_AXES
-from autoshard.planning.plan import CollectiveRow, OpRow, Plan
+from autoshard.planning.plan import CollectiveRow, OpRow, PinRow, Plan
 from autoshard.report.fold import Folded, fold, layer_of
 from autoshard.report.tables import Line, Part, Table, Title, render
 from autoshard.report.units import count, duration, percent, size
@@ -46,7 +46,17 @@ def summary(plan: Plan) -> list[Part]:
     if plan.schedule != "none":
         detail += f", {plan.schedule} schedule" + (f" with {plan.chunks} stages a rank" if plan.chunks > 1 else "")
     one = f"one such device would take {duration(plan.one_device_seconds)} a step; " if plan.one_device_seconds else ""
-    return [Line(head, indent=0), Line(f"{detail}; {one}all times and bytes are estimates")]
+    return [Line(head, indent=0), Line(f"{detail}; {one}all times and bytes are estimates"), *map(Line, pinned(plan.pins))]
+
+
+def pinned(pins: Iterable[PinRow]) -> list[str]:
+    """What was forced, and in how many layers."""
+    out = []
+    for pin in pins:
+        placed = ", ".join(f"{axis}:{placement}" for axis, placement in pin.axes.items())
+        layers = f"in all {pin.layers} layers like it" if pin.layers > 1 else "there alone"
+        out.append(f"pinned: {pin.name} to {placed}, {layers}")
+    return out
 
 
 def _times(sizes: Mapping[str, int]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from autoshard.errors import InfeasibleError
 from autoshard.planning.answers import Alternative, Why
 from autoshard.planning.plan import Plan
+from autoshard.report.explain import pinned
 from autoshard.report.tables import Line, Part, Table, Title
-from autoshard.report.units import duration, size
+from autoshard.report.units import duration, percent, size
 
 SHOWN = 5
 
@@ -79,13 +81,28 @@ def why_not(asked: str, plan: Plan, forced: Plan) -> list[Part]:
     more = f"{size(abs(peak))} {'more' if peak > 0 else 'less'}, {size(plan.peak_bytes)} -> {size(forced.peak_bytes)}"
     over = "" if forced.peak_bytes <= forced.memory_limit else ", which does not fit"
     memory = f"the fullest rank would need {more if peak else 'the same memory'}{over}"
-    parts: list[Part] = [Line(f"{head}; {memory}", indent=0)]
+    parts: list[Part] = [Line(f"{head}; {memory}", indent=0), *map(Line, pinned([pin for pin in forced.pins if pin.layers > 1]))]
+    gap = plan.solver.get("gap", 0.0)
+    if 1e-9 < abs(slower) < gap * plan.step_seconds:
+        parts.append(Line(f"that is less than the {percent(gap)} by which the search may have missed the fastest plan"))
     changed = [k for k in plan.breakdown if abs(forced.breakdown.get(k, 0.0) - plan.breakdown[k]) >= 1e-7]
     if changed:
         parts.append(Line("of a step: " + ", ".join(f"{k} {_signed(forced.breakdown[k] - plan.breakdown[k])}" for k in changed)))
     parts += [Line(text) for text in collectives_changed(plan, forced)]
     nodes = "1 node" if len(others) == 1 else f"{len(others)} nodes"
     return [*parts, Line(f"{nodes} would be placed otherwise; all was decided anew, in {forced.microbatches} micro-batches")]
+
+
+def not_fitting(asked: str, plan: Plan, layers: int, refused: InfeasibleError) -> list[Part]:
+    """What is in the way of ``asked``, forced in so many like layers, with which nothing fits."""
+    where = f", in all {layers} layers like it," if layers > 1 else ""
+    needs = f"a rank needs {size(refused.least)} in the smallest plan found, the limit is {size(plan.memory_limit)}"
+    if not refused.least:
+        needs = refused.what
+    parts: list[Part] = [Line(f"with {asked}{where} nothing fits: {needs}", indent=0)]
+    if refused.proven:
+        parts.append(Line(f"any plan with it needs {size(refused.proven)}, proven"))
+    return [*parts, Line(f"without it the fullest rank needs {size(plan.peak_bytes)}, and a step takes {duration(plan.step_seconds)}")]
 
 
 def collectives_changed(before: Plan, after: Plan) -> list[str]:
