@@ -31,6 +31,11 @@ class Schedule:
     folds: bool = False
     splits: bool = False
 
+    @property
+    def listed(self) -> bool:
+        """Whether torch runs it from a list of actions, which is for several stages a rank."""
+        return self.most > 1
+
     def rank_of(self, stage: int, ranks: int) -> int:
         """The place along the pipeline axis that holds a stage."""
         row, place = divmod(stage, ranks)

@@ -69,3 +69,15 @@ def run(name, ranks, chunks, microbatches, forward, inputs, weights):
             moved = True
         assert moved, "the schedule waits for itself"
     return max(free.values()), {s: n for at in most.values() for s, n in at.items()}
+
+
+def put_off(name, ranks, chunks, microbatches):
+    """By stage, the most micro-batches between the two parts of their backward when the first part of another is run."""
+    most = {}
+    for order in actions(name, ranks, chunks, microbatches).values():
+        between = Counter()
+        for kind, s, _ in order:
+            if kind == INPUT:
+                most[s] = max(most.get(s, 0), between[s])
+            between[s] += {INPUT: 1, WEIGHT: -1}.get(kind, 0)
+    return most

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from pipeline_events import run
+from pipeline_events import put_off, run
 from small import MODELS, Case, case, gpt2
 from torch import nn
 from workers import run_on
 
 import autoshard
 from autoshard.compiler import source
-from autoshard.cost.pipeline import StageTime, in_flight, step_seconds
+from autoshard.cost.pipeline import StageTime, half_done, in_flight, step_seconds
 from autoshard.errors import PlanError
 from autoshard.runtime.split import first_inputs, then_weights
 from autoshard.schedule import SCHEDULES, schedule_of
@@ -42,6 +42,9 @@ def test_time_and_memory_of_stages_alike(name, v):
             known = f == b or name != "ZBVZeroBubble" and (m >= p or not SCHEDULES[name].splits)
             assert predicted == pytest.approx(seconds, rel=1e-9 if known else 0.08), (p, m, f, b, w)
             assert {s: in_flight(name, p, v, m, s) for s in held} == held, (p, m, f, b, w)
+        if SCHEDULES[name].splits:
+            between = put_off(name, p, v, m)
+            assert {s: half_done(name, p, m, s) for s in between} == between, (p, m)
 
 
 @pytest.mark.parametrize("name, v", KINDS)

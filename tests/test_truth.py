@@ -31,7 +31,14 @@ def test_the_meter_on_a_known_case():
     assert measure(lambda: torch.empty(250_000)).peak == 1_000_000
 
 
-@pytest.mark.parametrize("case", [Case("gpt2", "2,1,1", 2, "off", 2), Case("llama", "1,1,2", 0, "on", 2)], ids=str)
+RUN = (
+    Case("gpt2", "2,1,1", 2, "off", 2),
+    Case("llama", "1,1,2", 0, "on", 2),
+    Case("gpt2", "1,1,2", microbatches=4, schedule="InterleavedZeroBubble"),
+)
+
+
+@pytest.mark.parametrize("case", RUN, ids=str)
 def test_predicted_bytes_are_those_of_a_run(case):
     """Each takes some seconds: it starts processes that train."""
     assert run(case, **SMALL).ratios() == pytest.approx([1.0] * 2, rel=0.1)

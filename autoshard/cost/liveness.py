@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
@@ -307,14 +307,23 @@ class MicroBatch:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def backward(self, heap: Heap, placeholders: dict[fx.Node, Held], left: Left, given: Iterable[Block], leaf: Callable) -> None:
-        """Uses up what forward left.
+    def backward(
+        self,
+        heap: Heap,
+        placeholders: dict[fx.Node, Held],
+        left: Left,
+        given: Iterable[Block],
+        leaf: Callable,
+        forks: Collection[fx.Node] = (),
+    ) -> list[Block]:
+        """Uses up what forward left. The gradients that arrive at ``forks`` are held, and returned.
 
         Args:
             given: the gradient of each output that has one, in their order.
             leaf: ``leaf(placeholder, block)`` takes over the gradient of one.
         """
-        self.heap, self.leaf = heap, leaf
+        self.heap, self.leaf, self.forks = heap, leaf, forks
+        self.aside: list[Block] = []
         self.grads: dict[tuple[fx.Node, int], Block] = {}
         self.pending = dict(self.readers)
         self.regathered: dict[fx.Node, Block] = {}
@@ -338,6 +347,7 @@ class MicroBatch:
             for block in blocks:
                 heap.drop(block)
         left.saved.clear()
+        return self.aside
 
     def _recompute(self, run: list[fx.Node], placeholders, left: Left, number: int, saved) -> None:
         """Forward of a region up to the last op that saves something."""
@@ -368,6 +378,8 @@ class MicroBatch:
             return
         heap, incoming = self.heap, self._incoming(node)
         if incoming:
+            if node in self.forks:
+                self.aside += [heap.hold(block) for block in incoming]
             inputs, traits = self.inputs[node], self.traits[node]
             gathered = [block for i in traits.again for block in self._regather(inputs[i])]
             out = [(i, self._gradient(node, nbytes, incoming[0])) for i, nbytes in traits.gradients]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -19,37 +20,82 @@ from autoshard.placement import R, local_shape
 from autoshard.program import Program, stored_layout, tensors
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a rank runs a stage.
+
+    flight: micro-batches whose activations it holds at once. last: whether it is the last stage.
+    late: whether what is sent forward, and back, is held until the step ends; None under torch's schedules for one stage a rank.
+    splits: backward is run in two parts, the second when ``half`` more micro-batches have had the first.
+    elsewhere: weights that are another stage's of the same rank.
+    """
+
+    flight: int = 1
+    last: bool = True
+    late: tuple[bool, bool] | None = None
+    splits: bool = False
+    half: int = 0
+    elsewhere: frozenset[str] = frozenset()
+
+
 def step_peak(
     program: Program, mesh: Mesh, device: Device, flight: int = 1, last: bool = True, offload: Collection[str] = ()
 ) -> dict[str, float]:
     """Bytes by category, at the moment of a training step when their sum is largest, on the fullest rank of a stage.
 
-    Adam has its state already: it is not the first step. A backward that is run in two parts counts as one that is not.
+    Adam has its state already: it is not the first step.
 
     Args:
         program: the stage's, conversions explicit, of one micro-batch.
-        flight: micro-batches whose activations it holds at once. last: whether it is the last stage.
+        flight, last: as in ``Manner``.
         offload: names of parameters that the optimizer updates in the host's memory, which is not counted.
     """
-    return _Step(program, mesh, device, flight, last, offload).peak()
+    return rank_peak([(program, Manner(flight, last))], mesh, device, offload)[0]
+
+
+def rank_peak(
+    stages: Sequence[tuple[Program, Manner]], mesh: Mesh, device: Device, offload: Collection[str] = ()
+) -> list[dict[str, float]]:
+    """The same of a rank that runs these stages: of each of them, when all together need most. One at a time has something transient."""
+    steps = [_Step(program, mesh, device, manner, offload) for program, manner in stages]
+    found = []
+    for full in (True, False):
+        others = [step.standing(full) for step in steps] if len(steps) > 1 else [{}]
+        for i, step in enumerate(steps):
+            found.append([*others[:i], step.peak(full), *others[i + 1 :]])
+    return max(found, key=lambda tables: sum(sum(table.values()) for table in tables))
 
 
 def left_by_forward(program: Program, mesh: Mesh, device: Device) -> float:
     """Bytes that one micro-batch's forward leaves for its backward; what the model returns is not counted."""
-    return _Step(program, mesh, device, 1, True, ()).left
+    return _Step(program, mesh, device, Manner(), ()).left
 
 
 class _Step:
-    def __init__(self, program: Program, mesh: Mesh, device: Device, flight: int, last: bool, offload: Collection[str]):
-        self.program, self.mesh, self.device, self.offload = program, mesh, device, offload
-        self.m, self.flight, self.last_stage = program.microbatches, flight, last
+    def __init__(self, program: Program, mesh: Mesh, device: Device, manner: Manner, offload: Collection[str]):
+        self.program, self.mesh, self.device, self.manner, self.offload = program, mesh, device, manner, offload
+        self.m, self.flight, self.last_stage = program.microbatches, manner.flight, manner.last
         self.copies = device.kind == "cpu"
         self.batch = MicroBatch(program, mesh.sizes, self.copies)
         nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
-        self.weights = [self._weight(n) for n in nodes if n.name in program.params and program.params[n.name].requires_grad]
+        self.held_here = [n for n in nodes if n.name in program.params and n.name not in manner.elsewhere]
+        self.weights = [self._weight(n) for n in self.held_here if program.params[n.name].requires_grad]
         known = {*program.params, *program.inputs}
         self.received = [n for n in nodes if n.name not in known and n.meta.get("stage") is not None]  # extras have no stage
         self.nodes = nodes
+        self.forks = self._forks() if manner.splits else frozenset()
+
+    def _forks(self) -> frozenset[fx.Node]:
+        """Ops at which the first part of backward sets gradients aside: they send one to what was received, and one to weights alone."""
+        leads = {x for x in self.received if x.meta.get("grad")}
+        found = set()
+        for node in self.program.ops:
+            read = [x for x in node.all_input_nodes if x.meta.get("grad")]
+            if node.meta.get("grad") and any(x in leads for x in read):
+                leads.add(node)
+                if not all(x in leads for x in read):
+                    found.add(node)
+        return frozenset(found)
 
     def _bytes(self, node: fx.Node, layout=None) -> float:
         val = tensors(node.meta["val"])[0]
@@ -72,9 +118,8 @@ class _Step:
         """Bytes that are there all the time."""
         table = dict.fromkeys(CATEGORIES, 0.0)
         trained = {w.node: w for w in self.weights}
-        for node in self.nodes:
-            if node.name in self.program.params:
-                table["parameters"] += trained[node].whole if node in trained else self._bytes(node, stored_layout(node))
+        for node in self.held_here:
+            table["parameters"] += trained[node].whole if node in trained else self._bytes(node, stored_layout(node))
         table["optimizer"] = sum(w.state for w in self._updated())
         if self.mesh.pipeline > 1:  # torch keeps a buffer for each micro-batch's values, and for the gradients that come back
             back = [x for x in self._sent() if x.meta.get("trained")]
@@ -86,22 +131,38 @@ class _Step:
     def _sent(self) -> list[fx.Node]:
         return [] if self.last_stage else [x for x in self.program.output.args[0] if isinstance(x, fx.Node)]
 
-    def peak(self) -> dict[str, float]:
-        """Over the moments at which a step may need most: weights are gathered; the most micro-batches are in flight; the last backward,
-        and what follows it."""
-        start = Heap(self.held())
-        start.look(gather_bytes(self.weights, self.mesh.data, self.copies))
-        heaps = [start]
-        if self.program.loss is None and self.last_stage:
-            heaps.append(self._run(0, False, False))
-        else:
-            full, m = self.flight - 1, self.m
-            heaps.append(self._run(full, m > self.flight, m == 1))
-            if m > 1:
+    def standing(self, full: bool) -> dict[str, float]:
+        """Bytes by category while another stage of the rank runs: when most micro-batches are in flight, or at the end of the step."""
+        table, m, flight = self.held(), self.m, self.flight if full else 0
+        table[ACTIVATIONS] += table.pop(TRANSIENT, 0.0) + m * sum(self._results()) + flight * self.left
+        if m > flight:
+            table[GRADIENTS] += sum(w.whole for w in self.weights)
+            table[ACTIVATIONS] += self._still_sent(m - flight)
+        if full and self.manner.half:
+            table[ACTIVATIONS] += self.manner.half * self.aside
+        return {**table, TRANSIENT: 0.0}
+
+    def peak(self, full: bool) -> dict[str, float]:
+        """Bytes by category when it needs most: while most micro-batches are in flight; or else before and after that, as weights are
+        gathered, in the last backward, and in what follows it."""
+        if not full:
+            start = Heap(self.held())
+            start.look(gather_bytes(self.weights, self.mesh.data, self.copies))
+            heaps = [start]
+            if self.m > 1 and not self.infers:
                 heaps.append(self._run(0, True, True))
-            if 1 < m == self.flight and full > 1:
-                heaps.append(self._run(full - 1, True, False))
+        elif self.infers:
+            heaps = [self._run(0, False, False)]
+        else:
+            others, m = self.flight - 1, self.m
+            heaps = [self._run(others, m > self.flight, m == 1)]
+            if 1 < m == self.flight and others > 1:
+                heaps.append(self._run(others - 1, True, False))
         return max(heaps, key=lambda heap: heap.peak).at_peak
+
+    @property
+    def infers(self) -> bool:
+        return self.program.loss is None and self.last_stage
 
     def _run(self, others: int, gradients: bool, last: bool) -> Heap:
         """A forward and a backward while ``others`` more micro-batches are in flight.
@@ -116,7 +177,10 @@ class _Step:
             heap.new(others * self.left, ACTIVATIONS)
         before = [heap.new((m - 1 if gradients else others) * sum(self._results()), ACTIVATIONS)] if scheduled else []
         if gradients and self.mesh.pipeline > 1:
-            before.append(heap.new(self._still_sent(), ACTIVATIONS))
+            before.append(heap.new(self._still_sent(m - 1 - others), ACTIVATIONS))
+        half = min(self.manner.half, others)
+        if half:
+            before.append(heap.new(half * self.aside, ACTIVATIONS))
         left = self.batch.forward(heap, placeholders)
         kept = self._returned(heap, left.outputs, scheduled)
         buckets = Buckets(heap, self.weights, self.mesh.data, self.copies) if last else None
@@ -134,8 +198,12 @@ class _Step:
             if buckets is not None:
                 buckets.arrive(node, block)
 
-        self.batch.backward(heap, placeholders, left, [Block(0.0, TRANSIENT) for _ in left.outputs], leaf)
-        for block in sent_back:
+        given = [Block(0.0, TRANSIENT) for _ in left.outputs]
+        later: list[Block] = []  # for the second part
+        if self.manner.splits:
+            later += [heap.hold(block) for blocks in left.saved.values() for block in blocks]
+        later += self.batch.backward(heap, placeholders, left, given, leaf, self.forks)
+        for block in [*sent_back, *later]:
             heap.drop(block)
         if last:
             buckets.finish()
@@ -148,11 +216,17 @@ class _Step:
             heap.look(wide + optimizer_scratch([w.updated for w in self._updated()], self.device.kind == "cpu"))
         return heap
 
-    def _still_sent(self) -> float:
-        """Bytes of a micro-batch that is done, which torch's 1F1B holds on to: the gradients that it sent back last, and with gloo, if
-        several forwards come first, what one of them sent. (Where layers are computed again, the latter was measured to be gone.)"""
-        back = sum(self._bytes(x) for x in self.received if x.meta.get("grad"))
-        return back + (sum(self._bytes(x) for x in self._sent()) if self.copies and self.flight > 1 else 0.0)
+    def _still_sent(self, done: int) -> float:
+        """Bytes of micro-batches that are done, so many of them, which torch holds on to.
+
+        Under 1F1B: the gradients that it sent back last, and with gloo, if several forwards come first, what one of them sent. (Where
+        layers are computed again, the latter was measured to be gone.)
+        """
+        back, sent = sum(self._bytes(x) for x in self.received if x.meta.get("grad")), sum(self._bytes(x) for x in self._sent())
+        if self.manner.late is None:
+            return back + (sent if self.copies and self.flight > 1 else 0.0)
+        forward, backward = self.manner.late
+        return done * (forward * sent + backward * back)
 
     def _placeholders(self) -> dict[fx.Node, Held]:
         there = Block(0.0, "parameters")  # counted already
@@ -167,6 +241,14 @@ class _Step:
             for block in left.outputs:
                 heap.drop(block)
         return heap.total
+
+    @cached_property
+    def aside(self) -> float:
+        """Bytes that the first part of a micro-batch's backward sets aside for the second."""
+        heap, there = Heap({}), self._placeholders()
+        left = self.batch.forward(heap, there)
+        held = self.batch.backward(heap, there, left, [Block(0.0, TRANSIENT) for _ in left.outputs], lambda node, block: None, self.forks)
+        return sum({id(block): block.nbytes for block in held}.values())
 
     def _results(self) -> list[float]:
         if not self.last_stage:

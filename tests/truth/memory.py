@@ -42,16 +42,18 @@ class Case:
     memory: str | None = None
     offload: str = "off"
     precision: str = "fp32"
+    schedule: str = "auto"
 
     def __str__(self) -> str:
         text = f"{self.model:6}{self.mesh:6} zero {self.zero}, recompute {self.recompute}, {self.microbatches} micro-batches"
         text += f", {self.precision}" * (self.precision != "fp32") + f", offload {self.offload}" * (self.offload != "off")
+        text += f", {self.schedule}" * (self.schedule != "auto")
         return text + (f", limit {self.memory}" if self.memory else "")
 
     @property
     def options(self) -> dict:
         """For ``autoshard.plan``, without the limit."""
-        return {name: getattr(self, name) for name in ("zero", "recompute", "microbatches", "offload", "precision")}
+        return {name: getattr(self, name) for name in ("zero", "recompute", "microbatches", "offload", "precision", "schedule")}
 
 
 CASES = (
@@ -72,6 +74,10 @@ CASES = (
     Case("llama", "2,1,1", 2, "on", offload="optimizer"),
     Case("gpt2", "2,1,1", 2, "off", precision="bf16"),
     Case("llama", "2,2,1", 2),
+    Case("gpt2", "1,1,2", microbatches=4, schedule="Interleaved1F1B"),
+    Case("gpt2", "1,1,2", microbatches=8, schedule="InterleavedZeroBubble"),
+    Case("llama", "1,1,2", 0, "on", 4, schedule="InterleavedZeroBubble"),
+    Case("gpt2", "1,1,2", microbatches=4, schedule="ZBVZeroBubble"),
 )
 
 
@@ -85,7 +91,7 @@ class Outcome:
     free: Plan | None = None
 
     def predicted(self, rank: int) -> dict[str, float]:
-        return self.plan.stage_rows[self.plan.mesh.coords(rank)[2]].memory
+        return self.plan.rank_memory[self.plan.mesh.coords(rank)[2]]
 
     def ratios(self) -> list[float]:
         """Predicted over measured bytes of each rank."""
