@@ -24,7 +24,6 @@ from autoshard.mesh import AXES, Mesh
 from autoshard.planning.advice import Advice, Found, Suggestion
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
 from autoshard.planning.plan import Plan
-from autoshard.planning.planner import Saving
 from autoshard.predict import check_memory
 from autoshard.program import Program, tensors
 from autoshard.report.advice import details, headline
@@ -119,7 +118,7 @@ class _Adviser:
         mesh = self.mesh = self.asked if isinstance(self.asked, Mesh) else self._smallest_mesh(self.asked)
         numbers = numbers_of(wanted, mesh)
         one = len(numbers) == 1 and isinstance(self.asked, Mesh)  # else what was proven is of one of them
-        solved = error.proven if one and not wanted.offload else None
+        solved = error.proven if one else None
         proven = max(min(needed(wanted, mesh, m) for m in numbers), solved or 0.0)
         facts = {"cluster": wanted.cluster.name, "limit": wanted.limit, "proven": proven}
         advice = Advice(str(self.asked), str(mesh), numbers=numbers, least=error.least, stage=error.stage, memory=error.memory, **facts)
@@ -280,13 +279,14 @@ class _Adviser:
             cut_more = [other for other in same if other.tensor > mesh.tensor or other.pipeline > mesh.pipeline]
             for other in sorted(cut_more, key=lambda other: distance(mesh, other)):
                 yield _Change(f"mesh {other}", {"mesh": other}, "mesh", MESHES)
-        offload = {} if wanted.offload else {"offload": "optimizer"}
+        offload = saving.offload is False and wanted.cluster.device.kind != "cpu"  # whose memory is the host's
         if offload:
-            yield _Change("offload=optimizer", offload, "offload")
+            yield _Change("offload=auto", {"offload": "auto"}, "offload")
         if wanted.captured.precision == "fp32" and any(p.dtype.itemsize == 4 and p.requires_grad for p in wanted.captured.params):
             yield _Change("precision=bf16", {"precision": "bf16"}, "precision")
             if offload:
-                yield _Change("offload=optimizer and precision=bf16", {**offload, "precision": "bf16"}, "offload and precision")
+                both = {"offload": "auto", "precision": "bf16"}
+                yield _Change("offload=auto and precision=bf16", both, "offload and precision")
         for factor in FACTORS:
             for axis in AXES:
                 other = replace(mesh, **{axis: getattr(mesh, axis) * factor})
@@ -326,13 +326,11 @@ class _Adviser:
         if precision != wanted.captured.precision or change.loss_alone:
             captured, cuts = self._traced(precision, change.loss_alone)
             wanted = replace(wanted, captured=captured, cuts=cuts)
-        saving = wanted.saving
         wanted = replace(
             wanted,
             microbatches=options.get("microbatches", wanted.microbatches),
-            saving=Saving(None if "zero" in options else saving.zero, None if "recompute" in options else saving.recompute),
+            saving=replace(wanted.saving, **{name: None for name in ("zero", "recompute", "offload") if name in options}),
             schedule=options.get("schedule", wanted.schedule),
-            offload=wanted.offload or "offload" in options,
         )
         return wanted, options.get("mesh", self.mesh)
 
@@ -436,7 +434,7 @@ def needed(wanted: Wanted, mesh: Mesh, m: int) -> float:
         held += whole["parameters"] / (every if free or param.kind != "parameter" or saving.zero in (None, 3) else tensor)
         if trains and m > 1:
             held += whole["gradients"] / (every if free or saving.zero in (None, 2, 3) else tensor)
-        if not wanted.offload:
+        if saving.offload is False:
             held += whole["optimizer"] / (every if free or saving.zero != 0 else tensor)
     if not trains:
         return held

@@ -87,7 +87,7 @@ def _shared_flags() -> argparse.ArgumentParser:
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="of forward and backward (default: fp32, as the model is)")
     flags.add_argument("--zero", metavar="LEVEL", default="auto", help="ZeRO over data: 0, 1, 2, 3 or auto (default: what is best)")
     flags.add_argument("--recompute", metavar="WHEN", default="auto", help="layers in backward: on, off or auto (default: what is best)")
-    flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default: off)")
+    flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default: what must)")
     flags.add_argument("--random", choices=("invariant", "native"), help="dropout masks: invariant to the mesh (default), or torch's own")
     flags.add_argument(
         "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default: 1F1B)"

@@ -42,7 +42,7 @@ def compare(
     """
     wanted = wanted_of(captured, title, **options)
     devices = mesh if isinstance(mesh, int) else mesh.size
-    planner = _Planner(replace(wanted, pins={}, saving=NOTHING, offload=False), devices, progress)
+    planner = _Planner(replace(wanted, pins={}, saving=NOTHING), devices, progress)
     rows = [planner.row(baseline) for baseline in baselines]
     progress(f"autoshard on {mesh if isinstance(mesh, Mesh) else f'all meshes of {mesh} devices'}")
     try:

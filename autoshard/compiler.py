@@ -78,7 +78,7 @@ def plan(
         schedule: of the pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", the last three with two
             stages a rank. "auto" is "1F1B".
         offload: "optimizer": all trained parameters are updated on the host, and what the optimizer keeps of them is in its memory; "off".
-            "auto" is "off".
+            "auto": for each parameter what is best where memory is short, else "off"; "off" on a CPU, whose memory is the host's.
         precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
             whose trained parameters the optimizer has an fp32 master each.
         random: dropout masks and other random numbers: "invariant" to the mesh, those that one device draws in ``invariant_random``; or

@@ -237,7 +237,7 @@ def _weights(plan: Plan, program: Program, mesh: Mesh, cluster: Cluster, spent: 
             plan.params[param.name] = format_layout(layout)
             if param.requires_grad:
                 if offloaded:
-                    seconds += offloaded_seconds(piece, size, cluster)
+                    seconds += offloaded_seconds(piece, size, cluster, mixed)
                 else:
                     trained += piece
                     wide += mixed * piece

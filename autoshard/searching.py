@@ -54,10 +54,10 @@ def wanted_of(
     cluster = Cluster.of(cluster)
     limit = parse_bytes(memory) if memory is not None else cluster.device.memory
     program = without_keys(passes.run("canonicalize", captured.program), random)
-    if offload not in ("optimizer", "off", "auto"):
-        raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
-    saving, host = Saving.of(zero, recompute), offload == "optimizer"
-    return Wanted(captured, Cuts(program), title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, host, random)
+    saving = Saving.of(zero, recompute, offload)
+    if saving.offload is None and cluster.device.kind == "cpu":  # whose memory is the host's
+        saving = replace(saving, offload=False)
+    return Wanted(captured, Cuts(program), title, cluster, limit, microbatches, dict(pin or {}), saving, schedule, random)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ class Wanted:
     pins: dict
     saving: Saving
     schedule: str
-    offload: bool
     random: str
     _drafts: dict[tuple[Mesh, int], Plan | Outline] = field(default_factory=dict, init=False)
 
@@ -120,7 +119,7 @@ class Wanted:
         """narrow: as for ``planner.decide``. patience: as for ``on``."""
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
         long = self.cuts.short is not None and placed.chunks == 1
-        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, self.offload, m, narrow, patience)
+        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, m, narrow, patience)
         return kind(self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, *asked)
 
     def over_microbatches(
@@ -149,10 +148,13 @@ class Wanted:
                 race.draft(m)
         if self.microbatches is None and 0 < race.full < float("inf") and not any(plan.peak_bytes <= self.limit for plan in race.drafts):
             more = larger_microbatches(self.program, mesh, max(candidates))
-            for m in more[-1:]:
-                race.try_smallest(m)
-            for m in more[:-1]:
-                race.draft(m)
+            if not more or race.try_smallest(more[-1]):
+                for m in more[:-1]:
+                    race.draft(m)
+        race.finish_drafts()
+        if race.too_large and self.microbatches is None and self.cuts.short is None and 1 not in race.finished:
+            race.draft(1)  # in one piece, gradients go as they come, and are not added up; of many layers, activations are the most
+            race.finish_drafts()
         return race.winner()
 
     def rank(self, plan: Plan) -> tuple[bool, float]:
@@ -232,7 +234,7 @@ class _Race:
     """Plans for several numbers of micro-batches: all are drafted, and only what can still be the best is finished.
 
     limit: bytes of a rank. draft, finish, cutoff: as for ``over_microbatches``. full: the most micro-batches that are too large to fit as
-    they are; infinite if no number can.
+    they are; infinite if no number can. finished: numbers that were.
     """
 
     def __init__(self, limit: float, draft, finish, cutoff: float):
@@ -242,6 +244,7 @@ class _Race:
         self.dearer = 0.0  # seconds that fitting costs the smallest pieces of the batch: larger ones, no less
         self.best: Plan | None = None
         self.refused: PlanError | None = None
+        self.finished: set[int] = set()
 
     def draft(self, m: int) -> Plan | Outline | None:
         try:
@@ -259,31 +262,43 @@ class _Race:
     def refuse(self, error: PlanError) -> None:
         self.refused = self.refused if isinstance(self.refused, InfeasibleError) else error
 
-    def try_smallest(self, m: int) -> None:
-        """Finish ``m`` micro-batches first: if those do not fit, no fewer do. Raises InfeasibleError."""
+    @property
+    def fits(self) -> bool:
+        return self.best is not None and self.best.peak_bytes <= self.limit
+
+    @property
+    def too_large(self) -> bool:
+        """Whether nothing that was finished fits."""
+        return not self.fits and (self.best is not None or isinstance(self.refused, InfeasibleError))
+
+    def try_smallest(self, m: int) -> bool:
+        """Finish ``m`` micro-batches first: if those do not fit, no fewer do (but perhaps the whole batch). Whether others may."""
         plan = self.draft(m)
         if plan is not None:
             self.drafts.remove(plan)
             try:
                 self.best = self.finish(plan, self.cutoff)
                 self.dearer = self.best.step_seconds - plan.step_seconds
-            except InfeasibleError:
-                raise
+            except InfeasibleError as error:
+                self.refuse(error)
+                self.drafts.clear()
+                return False
             except PlanError as error:
                 self.dearer = error.least - plan.step_seconds if isinstance(error, SlowerError) else 0.0
                 self.refuse(error)
+        return True
 
-    def winner(self) -> Plan:
-        """Raises PlanError."""
+    def finish_drafts(self) -> None:
+        """Finish what can still be the best."""
         planned = 0  # fewer micro-batches are larger: no faster when they fit, if they are not as drafts
         for plan in sorted(self.drafts, key=lambda plan: plan.step_seconds):
-            fits = self.best is not None and self.best.peak_bytes <= self.limit
-            if plan.step_seconds + max(0.0, self.dearer) >= (self.best.step_seconds if fits else self.cutoff):
+            if plan.step_seconds + max(0.0, self.dearer) >= (self.best.step_seconds if self.fits else self.cutoff):
                 break
             if plan.microbatches < planned:
                 continue
+            self.finished.add(plan.microbatches)
             try:
-                found = self.finish(plan, min(self.cutoff, _useful(self.best)) if fits else self.cutoff)
+                found = self.finish(plan, min(self.cutoff, _useful(self.best)) if self.fits else self.cutoff)
             except PlanError as error:
                 planned = max(planned, plan.microbatches)
                 self.refuse(error)
@@ -291,6 +306,10 @@ class _Race:
             planned = plan.microbatches
             if self.best is None or _rank(found, self.limit) < _rank(self.best, self.limit):
                 self.best = found
+        self.drafts.clear()
+
+    def winner(self) -> Plan:
+        """Raises PlanError."""
         if self.best is None:
             raise self.refused or SlowerError(f"no plan takes less than {self.cutoff:.4g} s", least=self.cutoff)
         return self.best

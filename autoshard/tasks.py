@@ -34,8 +34,8 @@ from autoshard.solvers.fastest import fastest
 from autoshard.solvers.folded import solve_folded
 from autoshard.solvers.problem import Infeasible
 
-SAVINGS = (Saving(2, False), Saving(2, True), Saving(3, False), Saving(3, True))
-"""What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``."""
+SAVINGS = tuple(Saving(zero, again, host) for host in (False, True) for zero in (2, 3) for again in (False, True))
+"""What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``; what is updated on the host, if nothing else fits."""
 
 AMPLE = 2.0**50
 """Bytes that any plan fits in."""
@@ -98,7 +98,6 @@ class Task:
     pins: Asked
     saving: Saving
     schedule: Schedule
-    offload: bool  # of all trained parameters' optimizer state
     m: int
     narrow: Narrow | None = None
     patience: float = 60.0  # seconds that a solver may take to make a plan fit
@@ -114,10 +113,8 @@ class Task:
         program = self.cuts.program
         known = (self.captured, program, self.title, self.mesh, self.cluster, limit, self.m)
         plan = describe(*known, strategies, stages, decision.solver, self.schedule.name, self.schedule.chunks)
-        plan.zero, plan.regions, plan.kept = decision.zero, decision.regions, decision.kept
+        plan.zero, plan.regions, plan.kept, plan.offload = decision.zero, decision.regions, decision.kept, sorted(decision.offload)
         plan.pins = self._pinned(decision)
-        if self.offload:
-            plan.offload = sorted(param.name for param in program.params.values() if param.requires_grad)
         return predict(plan, convert(self.cut, decision), self.cluster)
 
     def _pinned(self, decision: Decision) -> list[PinRow]:
@@ -169,12 +166,11 @@ class Task:
             plan = self.joint(quick, cutoff)
         except (Irregular, InfeasibleError) as reason:
             logger("plan").info("no joint plan: %s", reason)
-            if isinstance(reason, InfeasibleError) and (reason.proven or 0.0) > self.limit and not self.offload:
-                raise  # the problem does not know of offloading
+            if isinstance(reason, InfeasibleError) and (reason.proven or 0.0) > self.limit:
+                raise
             plan = self.ladder()
             if isinstance(reason, InfeasibleError) and plan.peak_bytes > self.limit:
-                proven = None if self.offload else reason.proven
-                raise too_large(plan, f"nothing fits on mesh {self.mesh}: in the smallest plan found", proven) from reason
+                raise too_large(plan, f"nothing fits on mesh {self.mesh}: in the smallest plan found", reason.proven) from reason
         logger("plan").info("%d micro-batches, made to fit: %.4g s a step", self.m, plan.step_seconds)
         plan.solver["trace_seconds"] = self.captured.seconds
         plan.solver["plan_seconds"] = quick.solver["plan_seconds"] + time.perf_counter() - start
@@ -209,22 +205,20 @@ class Task:
 
     def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:
         """The problem of deciding everything about a program of one micro-batch at once. Raises Irregular."""
-        allowed = Allowed(self.saving.levels, modes)
+        allowed = Allowed(self.saving.levels, modes, self.saving.hosts)
         given = (self.mesh, self.cluster, pure_nodes(program), limit, self.cuts.everywhere(self.pins), allowed, self.schedule)
         return staged_of(program, *given, self.narrow)
 
     def ladder(self) -> Plan:
         """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""
-        asked = self.saving
-        savings = [
-            Saving(s.zero if asked.zero is None else asked.zero, s.recompute if asked.recompute is None else asked.recompute)
-            for s in SAVINGS
-        ]
-        plans = [
-            replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit) for saving in dict.fromkeys(savings)
-        ]
-        fitting = [plan for plan in plans if plan.peak_bytes <= self.limit]
-        return min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=lambda plan: plan.peak_bytes)
+        plans: list[Plan] = []
+        for host in self.saving.hosts:
+            savings = dict.fromkeys(self.saving.settled(saving) for saving in SAVINGS if saving.offload == host)
+            plans += [replace(replace(self, saving=saving, limit=None).quick(), memory_limit=self.limit) for saving in savings]
+            fitting = [plan for plan in plans if plan.peak_bytes <= self.limit]
+            if fitting:
+                return min(fitting, key=lambda plan: plan.step_seconds)
+        return min(plans, key=lambda plan: plan.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -258,7 +252,7 @@ class LongTask(Task):
         staged = self.staged(self.cuts.short.of(self.m, self.mesh), AMPLE, Saving(0, bool(self.saving.recompute)).modes)
         if len(staged.problem.chain) < blocks * self.mesh.pipeline:
             raise Irregular(f"there are few blocks for {self.mesh.pipeline} stages")
-        if self.limit is not None and staged.problem.least_state > self.limit and not self.offload:
+        if self.limit is not None and staged.problem.least_state > self.limit:
             raise too_small(staged.problem.least_state, self.limit, self.mesh)
         parts: dict[int, Part] = {}
         try:
@@ -322,10 +316,10 @@ def too_small(least: float, limit: float, mesh: Mesh) -> InfeasibleError:
 
 
 def plan_for(
-    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None, offload=False
+    captured, program: Program, title, mesh, cluster, limit, m, pins, solvers=CHEAPEST, saving=NOTHING, schedule=None
 ) -> Plan:
-    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank; ``offload``: all trained parameters."""
-    given = (captured, Cuts(program), title, mesh, cluster, limit, pins, saving, schedule or default_schedule(mesh), offload, m)
+    """The plan for ``m`` micro-batches. ``program`` is the canonical one; ``limit``: bytes a rank."""
+    given = (captured, Cuts(program), title, mesh, cluster, limit, pins, saving, schedule or default_schedule(mesh), m)
     task = Task(*given)
     return task.finished(task.drafted(solvers))
 

@@ -84,9 +84,9 @@ class Case:
         mesh = Mesh.of(mesh)
         self.program.mesh = mesh
         m = microbatches or (4 if mesh.pipeline > 1 else 1)
-        saving, placed = Saving.of(zero, recompute), schedule and SCHEDULES[schedule]
+        saving, placed = Saving.of(zero, recompute, "optimizer" if offload else "off"), schedule and SCHEDULES[schedule]
         cluster = Cluster.of("a100-dgx")
-        common = {"saving": saving, "schedule": placed, "offload": offload}
+        common = {"saving": saving, "schedule": placed}
         return plan_for(self.captured, self.program, "model", mesh, cluster, cluster.device.memory, m, {}, **common)
 
     def priced(self, plan):

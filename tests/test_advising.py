@@ -61,9 +61,9 @@ def fits(model, batch, mesh, **options) -> bool:
 @pytest.mark.parametrize(
     "name, mesh, options",
     [
-        ("mlp", (1, 1, 1), {"memory": 9 * KIB}),
-        ("mlp", (2, 1, 1), {"memory": 10 * KIB, "zero": 0, "recompute": "off", "microbatches": 1}),
-        ("mlp", 2, {"memory": 5 * KIB}),
+        ("mlp", (1, 1, 1), {"memory": 7 * KIB}),
+        ("mlp", (2, 1, 1), {"memory": 10 * KIB, "zero": 0, "recompute": "off", "offload": "off", "microbatches": 1}),
+        ("mlp", 2, {"memory": 4 * KIB}),
         pytest.param("gpt2", (1, 1, 2), {"memory": 250 * KIB, "microbatches": 4}, marks=SLOW),
         pytest.param("odd", (2, 1, 1), {"memory": 6 * KIB}, marks=SLOW),
     ],
@@ -92,7 +92,7 @@ def wide():
 
 def test_what_is_forced_is_freed_where_that_is_enough():
     model, batch = wide()
-    forced = {"microbatches": 1, "zero": 0, "recompute": "off"}
+    forced = {"microbatches": 1, "zero": 0, "recompute": "off", "offload": "off"}
     fewer, more = (autoshard.plan(Alone(model), (2, 1, 1), batch, **{**forced, "microbatches": m}).peak_bytes for m in (1, 8))
     assert more < 0.9 * fewer
     error = refused(Alone(model), batch, (2, 1, 1), memory=more, **forced)
@@ -139,9 +139,16 @@ def test_no_time_is_said_to_be_none(monkeypatch):
     monkeypatch.setattr(advising, "BUDGET", 0.0)
     monkeypatch.setattr(advising._Adviser, "spent", lambda self: 1e9)
     model, batch = mlp.tiny()
-    error = refused(model, batch, (1, 1, 1), memory=9 * KIB)
+    error = refused(model, batch, (1, 1, 1), memory=9 * KIB, offload="off")
     assert not error.suggestions and "there was no time to find out what limit is enough" in str(error)
-    assert "for forward returns its loss alone, offload=optimizer" in str(error)
+    assert "for forward returns its loss alone, offload=auto" in str(error)
+
+
+def test_offloading_helps_where_it_was_ruled_out():
+    error = refused(*mlp.tiny(), (1, 1, 1), memory=9 * KIB, offload="off")
+    assert any(s.options == {"offload": "auto"} for s in error.suggestions)
+    error = refused(*mlp.tiny(), (1, 1, 1), memory=7 * KIB, microbatches=1)
+    assert not any("offload" in s.options for s in error.suggestions)
 
 
 def on_rank(rank):
@@ -158,7 +165,7 @@ def test_every_rank_is_told_the_same():
 
 
 def test_the_command_line_says_it_and_exits_with_1(capsys):
-    assert cli.main(["explain", "examples/mlp.py:tiny", "--mesh", "1,1,1", "--memory", "9KiB"]) == 1
+    assert cli.main(["explain", "examples/mlp.py:tiny", "--mesh", "1,1,1", "--memory", "7KiB"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("autoshard: error: nothing fits on mesh 1,1,1: a rank of stage 0 needs ")
     assert "what helps, nearest first" in err and all(len(line) <= 100 for line in err.splitlines()[1:])

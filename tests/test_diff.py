@@ -26,6 +26,7 @@ def other_plan():
     plan.stages = {op.node: op.stage for op in plan.ops}
     plan.params = {name: "[R, R]" if "c_attn.weight" in name else layout for name, layout in plan.params.items()}
     plan.zero = {name: 2 for name in plan.params if "c_proj" in name}
+    plan.offload = [name for name in plan.params if "mlp.c_fc" in name]
     plan.regions = {op.node: 0 for op in plan.ops if op.module.startswith("transformer.h.3")}
     return plan
 

@@ -63,10 +63,12 @@ def test_what_could_still_be_the_best_is_made_to_fit():
     assert found.microbatches == 2 and asked == [8, 2]
 
 
-def test_where_the_smallest_pieces_do_not_fit_nothing_does():
+def test_where_the_smallest_pieces_do_not_fit_nothing_does_but_perhaps_the_whole():
     seconds = {1: 5.0, 2: 1.0, 4: 5.0, 8: 1.5}
     found, asked = searched(seconds, dict.fromkeys(seconds, 200.0), {2: 2.0}, Mesh(1, 1, 1))
-    assert found is None and asked == [8]
+    assert found is None and asked == [8, 1]
+    found, asked = searched(seconds, dict.fromkeys(seconds, 200.0), {1: 6.0, 2: 2.0}, Mesh(1, 1, 1))
+    assert found.microbatches == 1 and asked == [8, 1], "whose gradients are not added up"
     found, asked = searched({**seconds, 4: 0.9}, dict.fromkeys(seconds, 200.0), {2: 1.2, 8: 1.6}, Mesh(1, 1, 1))
     assert found.microbatches == 8 and asked == [8, 4], "4 do not fit, and neither would fewer"
 
@@ -75,7 +77,7 @@ def test_fewer_micro_batches_are_not_drafted_where_more_do_not_fit():
     most = max(numbers())
     assert larger_microbatches(case("gpt2").program, MESH, most) == []
     found, asked = searched({1: 9.0, **{m: 1 + 1 / m for m in numbers()}}, dict.fromkeys([1, *numbers()], 200.0), {})
-    assert found is None and asked == [most]
+    assert found is None and asked == [most, 1]
     found, asked = searched({m: 1 + 1 / m for m in numbers()}, dict.fromkeys(numbers(), 200.0), {most: 3.0})
     assert found.microbatches == most and asked == [most]
 

@@ -91,16 +91,16 @@ def accumulation_seconds(nbytes: float, tensors: int, device: Device) -> float:
     return factor * roofline_seconds(0.0, 3 * nbytes, "fp32", device, tensors)
 
 
-def offloaded_seconds(elements: float, itemsize: int, cluster: Cluster) -> float:
+def offloaded_seconds(elements: float, itemsize: int, cluster: Cluster, mixed: bool = False) -> float:
     """Seconds of one Adam step on the host.
 
     Gradients go there and weights come back, ``itemsize`` bytes an element each; the step moves 28 bytes an element through the host's
-    memory, as ``optimizer_seconds`` says. One after the other.
+    memory, and 12 more in mixed precision, as ``optimizer_seconds`` says. One after the other.
     """
     if not elements:
         return 0.0
     link = cluster.host.link
-    return 2 * (link.latency + elements * itemsize / link.rate) + 28 * elements / cluster.host.bandwidth
+    return 2 * (link.latency + elements * itemsize / link.rate) + (28 + 12 * mixed) * elements / cluster.host.bandwidth
 
 
 def dtype_name(dtype) -> str:

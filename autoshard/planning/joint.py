@@ -176,4 +176,5 @@ def decision_of(program: Program, chain: Chain, staged: Staged, answer: StagedAn
         zero={program.params[node.name].name: way.level for node, way in ways.items() if way.level},
         regions={node.name: chain.block_of[node] for node in program.ops if chain.block_of[node] in again},
         kept=[node.name for node, way in ways.items() if way.mode == KEPT],
+        offload=[program.params[node.name].name for node, way in ways.items() if way.host],
     )

@@ -31,7 +31,7 @@ class Decision:
     """What was decided for one program (of one micro-batch), and the solver's account of it.
 
     zero: parameter name -> ZeRO level. regions: node name -> number of the region, computed again in backward, that it is in.
-    kept: what is not computed again in regions, as ``Plan.kept`` has it.
+    kept: what is not computed again in regions, as ``Plan.kept`` has it. offload: names of parameters that are updated on the host.
     """
 
     chosen: dict[fx.Node, Strategy]
@@ -40,6 +40,7 @@ class Decision:
     zero: dict[str, int] = field(default_factory=dict)
     regions: dict[str, int] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    offload: list[str] = field(default_factory=list)
 
 
 Narrow = Callable[[Program, Folding, dict[fx.Node, Annotated], Mesh], None]
@@ -105,6 +106,7 @@ def choices_of(
 def save(decision: Decision, program: Program, pure: set[fx.Node], saving: Saving) -> None:
     """Write on a decision what ``saving`` asks for, the same for all weights and layers. ``program`` knows its mesh."""
     decision.zero, decision.regions = {}, {}
+    decision.offload = [param.name for param in program.params.values() if param.requires_grad] if saving.offload else []
     if saving.zero and program.mesh.data > 1:
         decision.zero = zero_levels(program, {n: s.results[0] for n, s in decision.chosen.items() if n.op == "placeholder"}, saving.zero)
     if saving.recompute:

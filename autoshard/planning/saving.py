@@ -1,9 +1,9 @@
-"""What is done to save memory, beside cutting the model: ZeRO levels, and layers that backward computes again."""
+"""What is done to save memory, beside cutting the model: ZeRO levels, optimizer state on the host, layers that backward computes again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import isqrt, prod
 
 from torch import fx
@@ -21,24 +21,33 @@ result backward does not need, nor anything that is computed again. ANY: a weigh
 
 @dataclass(frozen=True)
 class Saving:
-    """What is asked for: one ZeRO level for all weights, and whether layers are computed again. None: whatever is best."""
+    """What is asked for: one ZeRO level for all weights, whether layers are computed again, and whether the optimizer updates all weights
+    that are trained on the host. None: whatever is best."""
 
     zero: int | None = 0
     recompute: bool | None = False
+    offload: bool | None = False
 
     @classmethod
-    def of(cls, zero: int | str, recompute: str) -> Saving:
-        """From the user's ``zero=`` and ``recompute=``. Raises PlanError."""
+    def of(cls, zero: int | str, recompute: str, offload: str = "off") -> Saving:
+        """From the user's ``zero=``, ``recompute=`` and ``offload=``. Raises PlanError."""
         if isinstance(zero, bool) or zero not in (0, 1, 2, 3, "auto"):
             raise PlanError(f"zero={zero!r} is no ZeRO level", hint='use 0, 1, 2, 3 or "auto"')
         if recompute not in ("on", "off", "auto"):
             raise PlanError(f"recompute={recompute!r} can't be", hint='use "on", "off" or "auto"')
-        return cls(None if zero == "auto" else zero, None if recompute == "auto" else recompute == "on")
+        if offload not in ("optimizer", "off", "auto"):
+            raise PlanError(f"offload={offload!r} can't be", hint='use "optimizer", "off" or "auto"')
+        again, host = (None if asked == "auto" else asked != "off" for asked in (recompute, offload))
+        return cls(None if zero == "auto" else zero, again, host)
 
     @property
     def open(self) -> bool:
         """Whether there is anything to decide."""
-        return self.zero is None or self.recompute is None
+        return None in (self.zero, self.recompute, self.offload)
+
+    def settled(self, by: Saving) -> Saving:
+        """With what is open decided as ``by`` says."""
+        return Saving(*(theirs if mine is None else mine for mine, theirs in zip(astuple(self), astuple(by))))
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -49,6 +58,11 @@ class Saving:
     def modes(self) -> tuple[str, ...]:
         """What may become of ops in backward."""
         return {None: (PLAIN, KEPT, AGAIN, ONCE), True: (AGAIN, ONCE), False: (PLAIN,)}[self.recompute]
+
+    @property
+    def hosts(self) -> tuple[bool, ...]:
+        """Whether weights may be updated on the host, and must be."""
+        return (False, True) if self.offload is None else (self.offload,)
 
 
 NOTHING = Saving()

@@ -1,6 +1,6 @@
 """From annotated nodes to the staged problem: blocks that the chain may be cut between, and everything that can be decided about an op.
 
-    a weight             how it lies over tensor, and its ZeRO level
+    a weight             how it lies over tensor, its ZeRO level, and whether the optimizer updates it on the host
     any other op         its sharding; whether its block is computed again in backward, and if so, whether its own result is kept
 
 A block is one layer of those that repeat, or what lies between them. In a block that is not computed again, what an op saves for backward
@@ -10,14 +10,14 @@ is paid for once a (storage, placement); in one that is, the block's inputs are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from autoshard.cluster import Cluster
 from autoshard.cost.communication import kernel_steps, send, weight_sync
-from autoshard.cost.compute import Pricing, Storage, local_elements, optimizer_seconds, storage_node
+from autoshard.cost.compute import Pricing, Storage, local_elements, offloaded_seconds, optimizer_seconds, storage_node
 from autoshard.cost.memory import state_bytes
 from autoshard.cost.pipeline import in_flight
 from autoshard.mesh import SHARDED_AXES, Mesh
@@ -52,6 +52,7 @@ class Way:
     strategy: Strategy
     level: int = 0  # ZeRO
     mode: str = ANY
+    host: bool = False  # whether the optimizer updates it there
 
 
 @dataclass
@@ -126,10 +127,12 @@ def _homes(program: Program, chain: Chain, inputs: Mapping[fx.Node, tuple[Key, .
 
 @dataclass(frozen=True)
 class Allowed:
-    """levels: ZeRO levels that weights may have. modes: PLAIN, or blocks computed again, or both."""
+    """levels: ZeRO levels that weights may have. modes: PLAIN, or blocks computed again, or both. hosts: whether weights that are trained
+    may be updated on the host."""
 
     levels: tuple[int, ...]
     modes: tuple[str, ...]
+    hosts: tuple[bool, ...] = (False,)
 
 
 def stage_problem(
@@ -229,14 +232,22 @@ class _Builder:
             levels = dict.fromkeys(level_of(param, piece, level) for level in self.allowed.levels)
             if resident and len(levels) > 1:
                 levels.pop(3, None)  # what many blocks gather comes and goes too often
-            for level in levels:
+            for level, host in self._kept(levels, param.requires_grad):
                 own = local_elements(param.shape, piece, sizes) if level else held
                 state = state_bytes(held, itemsize, mixed, level, held / own, param.requires_grad, self.program.microbatches > 1)
-                once = optimizer_seconds(own, device, mixed=own * mixed) - device.launch if param.requires_grad else 0.0
+                if host:
+                    state["optimizer"], once = 0.0, offloaded_seconds(own, itemsize, self.cluster, mixed)
+                else:
+                    once = optimizer_seconds(own, device, mixed=own * mixed) - device.launch if param.requires_grad else 0.0
                 peak = held * itemsize if level == 3 and not resident else 0.0  # the weights of a layer are gathered together
-                ways.append(Way(s, level))
+                ways.append(Way(s, level, host=host))
                 costs.append(Amount(once=once, state=sum(state.values()), peak=peak))
         return ways, costs
+
+    def _kept(self, levels: Collection[int], trained: bool) -> list[tuple[int, bool]]:
+        """ZeRO levels, and whether the optimizer updates on the host. There, level 2 does at least as well as 0 in everything."""
+        hosted = [level for level in levels if level or 2 not in levels]
+        return [(level, host) for host in (self.allowed.hosts if trained else (False,)) for level in (hosted if host else levels)]
 
     def _op(self, node: fx.Node, strategies) -> tuple[list[Way], list[Amount], list[dict[Storage, float]]]:
         rule = self.annotated[node].rule

@@ -12,7 +12,7 @@ from autoshard.report.units import duration, size
 from autoshard.report.why import collectives_changed
 
 SETTINGS = ("model", "mesh", "cluster", "precision", "samples", "microbatches", "schedule", "chunks")
-DECISIONS = (*SETTINGS, "fingerprint", "strategies", "stages", "params", "zero", "regions", "kept")
+DECISIONS = (*SETTINGS, "fingerprint", "strategies", "stages", "params", "zero", "offload", "regions", "kept")
 
 
 def same(before: Plan, after: Plan) -> bool:
@@ -44,6 +44,7 @@ def diff(before: Plan, after: Plan) -> list[Part]:
     parts += _folded("Ops", "op", _differing(_ops(before), _ops(after), module, kind))
     parts += _folded("Parameters", "parameter", _parameters(before.params, after.params))
     parts += _where("ZeRO", "level", "parameter", _parameters(_texts(before.zero), _texts(after.zero)))
+    parts += _where("Updated on the host", "", "parameter", _parameters(*(_hosted(plan) for plan in (before, after))))
     parts += _where("Stages", "stage", "op", _differing(_stages(before), _stages(after), module, kind))
     parts += _where("Computed again in backward", "", "op", _differing(_again(before), _again(after), module, kind))
     moved = collectives_changed(before, after)
@@ -85,6 +86,10 @@ def _stages(plan: Plan) -> dict[str, str]:
 
 def _again(plan: Plan) -> dict[str, str]:
     return {op.node: "no" if op.node not in plan.regions else "kept" if op.node in plan.kept else "yes" for op in plan.ops}
+
+
+def _hosted(plan: Plan) -> dict[str, str]:
+    return {name: "yes" if name in plan.offload else "no" for name in plan.params}
 
 
 def _texts(levels: dict[str, int]) -> dict[str, str]:

@@ -17,6 +17,10 @@ SHOWN_OPS = ("addmm", "baddbmm", "bilinear", "bmm", "conv", "cross_entropy", "ei
 """Ops listed by default (a part of the name); so are ops that read a weight, and those that take at least 1 % of the time."""
 
 
+HOST = " host"
+"""Marks weights that the optimizer updates there."""
+
+
 def explain(plan: Plan, *, every: bool = False) -> list[Part]:
     """The sections in order. ``every`` lists all the ops, and every collective with its reason."""
     sections = (summary, lambda p: modules(p, every), stages, lambda p: collectives(p, every), times, solver, memory)
@@ -72,8 +76,10 @@ def modules(plan: Plan, every: bool) -> list[Part]:
         totals[_kind(row)] += _time(row)
     shown = [row for row in plan.ops if every or _interesting(row) or totals[_kind(row)] / total >= 0.01]
 
+    hosted = set(plan.offload)
+
     def key(row: OpRow):
-        weights = tuple((_below(name, row.module), layout) for name, layout in row.weights.items())
+        weights = tuple((_below(name, row.module), _compact(at) + HOST * (name in hosted)) for name, at in row.weights.items())
         return row.op, tuple(row.choices[i] for i in axes), weights, row.layout
 
     lines, block = [], ""
@@ -87,7 +93,8 @@ def modules(plan: Plan, every: bool) -> list[Part]:
     rest = sum(_time(row) for row in plan.ops) - sum(_time(row) for row in shown)
     if len(shown) < len(plan.ops):
         out.append(Line(f"and {_plural(len(plan.ops) - len(shown), 'more op')}, {percent(rest / total)} of the time (--all lists them)"))
-    out.append(Line(f"layouts are [{', '.join(SHARDED_AXES)}]; time is the share of all compute, without communication"))
+    text = f"layouts are [{', '.join(SHARDED_AXES)}]; time is the share of all compute, without communication"
+    out.append(Line(text + "; host: where the optimizer updates a weight" * bool(hosted)))
     flops = [f"{axis} {percent(share)}" for axis, share in plan.split_flops.items() if getattr(plan.mesh, axis) > 1]
     if flops:
         out.append(Line(f"share of the FLOPs that an axis divides: {', '.join(flops)}"))
@@ -111,7 +118,7 @@ def _op_cells(run: list[Folded], total: float) -> tuple[str, ...]:
     ops = Counter(_op_name(folded.key[0]) for folded in run)
     op = ", ".join(name if n == 1 else f"{n} {name}" for name, n in ops.items())
     share = sum(_time(row) for folded in run for row in folded.rows) / total
-    names = "\n".join(f"{name} {_compact(at)}" for name, at in weights) or "-"
+    names = "\n".join(f"{name} {at}" for name, at in weights) or "-"
     inside = run[0].inside or "(itself)"
     return ("  " * bool(run[0].block) + inside, op, *choices, names, _compact(layout), percent(share))
 
