@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import floor as below
 from math import log10
 
@@ -78,6 +78,7 @@ class Part:
     columns: list[Column] = field(default_factory=list)
     floors: list[Floor] = field(default_factory=list)
     asked: set[tuple] = field(default_factory=set)
+    opened: set[Amount] = field(default_factory=set)
     networks: dict[tuple, PricedNetwork] = field(default_factory=dict)  # by case, and choices beside
 
     def __post_init__(self) -> None:
@@ -208,12 +209,9 @@ class Part:
         """Solve at these prices, as shares of the largest and rounded; whether that told anything new.
 
         tolerance: relative, by which the cheapest column known may be dearer than the floors prove: that is good enough.
-        beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too; of the first block, which
-        reads another part's values, it is one at the first three prices: of time, of memory, and of both.
+        beside: for a column that goes well with these choices of other parts. Without, the answer is a floor too.
         """
-        lead = prices.seconds or max(prices)
-        prices = Amount(*(_rounded(price / lead) for price in prices))
-        beside = beside or {}
+        prices, beside = _shares(prices), beside or {}
         if (prices, *beside.items()) in self.asked:
             return False
         if tolerance and self.columns:
@@ -234,28 +232,39 @@ class Part:
             if all(column.choices != other.choices for other in self.columns):
                 self.columns.append(column)
         if not beside:
-            first = self.opened(prices, time_limit) if len(self.floors) < 3 and not self.alone else 0.0
-            self.floors.append(Floor(prices, bound, bound if self.alone else first))
+            self.floors.append(Floor(prices, bound, bound if self.alone else 0.0))
         return True
 
-    def opened(self, prices: Amount, time_limit: float) -> float:
-        """What the first block costs at least."""
+    def open(self, prices: Amount, time_limit: float) -> bool:
+        """Find what the first block, which reads another part's values, costs at least; whether that told anything new."""
+        prices = _shares(prices)
+        if self.alone or prices in self.opened:
+            return False
+        self.opened.add(prices)
+        known = next((floor for floor in self.floors if floor.prices == prices), None) or Floor(prices, self.least(prices), 0.0)
         found = []
         for case in range(len(self.cases)):
             try:
                 found.append(self.cheapest(case, prices, {}, time_limit, True)[1] * (1 - 1e-9))
             except Infeasible:
                 continue
-        return min(found, default=0.0)
+        self.floors = [*(floor for floor in self.floors if floor is not known), replace(known, first=min(found, default=0.0))]
+        return True
 
     def least(self, prices: Amount) -> float:
         """What floors prove at these prices: the best sum of multiples of them that are no dearer."""
         lp = LinearProgram()
-        floors = [floor for floor in self.floors if all(price or not cut for cut, price in zip(floor.prices, prices))]
-        multiples = [lp.column(cost=-floor.bound) for floor in floors]
-        for i, price in enumerate(prices):
-            if price:
-                lp.row({column: floor.prices[i] / price for column, floor in zip(multiples, floors)}, upper=1.0)
+        rows: dict[int, dict[int, float]] = defaultdict(dict)
+        for floor in self.floors:
+            if any(cut and not price for cut, price in zip(floor.prices, prices)):
+                continue
+            shares = [cut / price if price else 0.0 for cut, price in zip(floor.prices, prices)]
+            most = max(shares)  # as large as the multiple of it that is no dearer is small: HiGHS takes no numbers of all sizes
+            column = lp.column(cost=-floor.bound / most)
+            for i, share in enumerate(shares):
+                rows[i][column] = share / most
+        for terms in rows.values():
+            lp.row(terms, upper=1.0)
         found = lp.solve()
         return -found.objective if found is not None else 0.0
 
@@ -311,23 +320,16 @@ class Part:
                 total = total.plus(Amount(*(share.get(index, 1.0) * x for x in value.moves[have, want])))
         return total
 
-    def sends(self, stream: tuple[int, ...]) -> float:
-        """Seconds that each of two stages spends on a cut between two blocks."""
-        return sum(self.problem.values[v].sends.get(p, 0.0) for v, p in zip(self.streams, stream))
+    def crossing(self, stream: tuple[int, ...]) -> tuple[float, float]:
+        """Seconds and bytes that each of two stages spends on a cut between two blocks, for what one hands to the next."""
+        of = [(self.problem.values[v], placement) for v, placement in zip(self.streams, stream)]
+        return sum(v.sends.get(p, 0.0) for v, p in of), sum(v.buffers.get(p, 0.0) for v, p in of)
 
-    def least_sends(self) -> float:
-        return sum(
-            min(self.problem.values[v].sends.get(p, 0.0) for p in self.problem.values[v].placements) for v in self.streams
-        )
 
-    def buffers(self, stream: tuple[int, ...]) -> float:
-        """Bytes that each of two stages holds for a cut between two blocks."""
-        return sum(self.problem.values[v].buffers.get(p, 0.0) for v, p in zip(self.streams, stream))
-
-    def least_buffers(self) -> float:
-        return sum(
-            min(self.problem.values[v].buffers.get(p, 0.0) for p in self.problem.values[v].placements) for v in self.streams
-        )
+def _shares(prices: Amount) -> Amount:
+    """As shares of the largest, rounded."""
+    lead = prices.seconds or max(prices)
+    return Amount(*(_rounded(price / lead) for price in prices))
 
 
 def _rounded(x: float, digits: int = 4) -> float:

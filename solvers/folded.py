@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
+from math import floor
 
 from .columns import Part
 from .exact import StagedSolution, size, solve_exactly
@@ -105,6 +106,7 @@ class _Search:
         self.parts = parts
         self.bound, self.scale = 0.0, 1.0
         self.tolerance = 0.3 * gap
+        self.most = {(j, s): segment.count for j, segment in enumerate(self.segments) for s in range(problem.stages)}
         self.unseen = [0.0] * problem.stages  # bytes that the master from above did not see
         self.best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
 
@@ -142,6 +144,7 @@ class _Search:
             columns = sum(len(part.columns) for part in self.parts.values())
             self.progress(f"round {number + 1}: {objective:.6g} s, at least {self.bound:.6g} s, {columns} kinds of block")
             apart = objective - self.bound
+            self.crowd()
             if self.close() or time.perf_counter() - self.began > self.time_limit or apart > before - _LITTLE * objective:
                 break
             before = apart if self.best else before
@@ -161,12 +164,26 @@ class _Search:
         self.bound = max(self.bound, (found.bound + below.offset) / self.scale)
         return below, found
 
+    def crowd(self) -> None:
+        """How many blocks a stage can hold in an answer that is better than the best: by the relaxed master from below."""
+        better = min(self.best[0] if self.best else float("inf"), self.cutoff)
+        for (j, s), most in self.most.items():
+            if self.segments[j].count == 1 or better == float("inf"):
+                continue
+            below = self.master(below=True)
+            below.lp.row({column: cost for column, cost in enumerate(below.lp.costs) if cost}, upper=better * self.scale - below.offset)
+            below.lp.costs = [0.0] * len(below.lp.costs)
+            below.lp.costs[below.y[j, s]] = -1.0
+            found = below.lp.solve(relaxed=True)
+            if found is not None:
+                self.most[j, s] = min(most, max(0, floor(-found.objective + 1e-6)))
+
     def close(self) -> bool:
         return self.best is not None and self.best[0] - self.bound <= self.gap * self.best[0]
 
     def master(self, below: bool, least: bool = False) -> Master:
         unseen = (0.0,) * self.problem.stages if below else self.unseen
-        return Master(self.problem, self.segments, self.parts, self.scale, least, unseen, None if below else self.beside())
+        return Master(self.problem, self.segments, self.parts, self.scale, least, self.most, unseen, None if below else self.beside())
 
     def beside(self) -> dict[int, int]:
         """A strategy for each op: what most blocks do in the best answer, or else what the fastest do."""
@@ -187,18 +204,19 @@ class _Search:
         """Ask every part for its fastest block, its smallest, and some between."""
         p, m = self.problem.stages, self.problem.microbatches
         fast = Amount(1 + (m - 1) / p, 1 / p)
-        self.ask({part: [fast] for part in self.parts})
+        self.ask({part: [fast] for part in self.parts}, {part: [fast] for part in self.parts})
         total = sum(segment.count * self.parts[segment.part].columns[0].amount.priced(fast) for segment in self.segments)
         self.scale = 1e3 / total if total > 0 else 1.0
         weight = total / (p * self.problem.limit)  # seconds a byte: at this price a full rank costs as much as its time
         flight = max(self.problem.in_flight)
         small = Amount(fast.seconds * TINY, fast.once * TINY, weight, weight * flight, weight)
         between = [Amount(fast.seconds, fast.once, weight / share, weight * flight / share) for share in _BETWEEN]
-        self.ask({part: [small, *between] for part in self.parts})
+        self.ask({part: [small, *between] for part in self.parts}, {part: [small, *between] for part in self.parts})
 
-    def ask(self, wanted: dict[int, list[Amount]]) -> bool:
-        """Ask the parts, also for what goes well with the others' choices. Whether anything is new."""
+    def ask(self, wanted: dict[int, list[Amount]], first: dict[int, list[Amount]]) -> bool:
+        """Ask the parts, also for what goes well with the others' choices, and for bounds of first blocks. Whether anything is new."""
         asked = [self.parts[part].ask(price, self.left(), self.tolerance) for part, prices in wanted.items() for price in prices]
+        asked += [self.parts[part].open(price, self.left()) for part, prices in first.items() for price in prices]
         beside = self.beside()
         for index, prices in wanted.items():
             part = self.parts[index]
@@ -226,19 +244,19 @@ class _Search:
             above = self.master(below=False, least=least)
             above.fix({key: float(round(found.values[column])) for key, column in below.y.items()})
             answer = above.lp.solve(relaxed=True, time_limit=self.left())
-            if answer is not None and self.ask(above.prices(answer)):
+            if answer is not None and self.ask(*above.prices(answer)):
                 return True
             if self.best is not None:
                 break
         above = self.master(below=False)  # with the blocks where columns have them: they may not fit where the bound would
         answer = above.lp.solve(relaxed=True, time_limit=self.left())
-        return answer is not None and self.ask(above.prices(answer))
+        return answer is not None and self.ask(*above.prices(answer))
 
     def answers(self) -> None:
         """Solve the master from above; where it saw too little memory to be needed, again, with as much more."""
         for _ in range(_ATTEMPTS):
             above = self.master(below=False)
-            found = above.lp.solve(time_limit=self.left(), gap=1e-5)
+            found = above.lp.solve(time_limit=self.left(), gap=max(1e-5, 0.2 * self.gap))
             if found is None:
                 return
             evaluation = self.answer(above, found)

@@ -28,17 +28,18 @@ class Master:
 
     y: column of each (segment, stage). From above, n: of each (segment, stage, column of the part); v: of each (resident op, strategy).
 
-    least: for the least memory, not for time. unseen: bytes of each stage that the columns do not account for.
+    least: for the least memory, not for time. most: blocks of each (segment, stage), of which no answer that is of use has more.
+    unseen: bytes of each stage that the columns do not account for.
     beside: from above: a strategy for each op, by which blocks on their own are priced beside other parts. None: from below.
     """
 
-    def __init__(self, problem: StagedProblem, segments: list[Segment], parts: dict[int, Part], scale: float, least: bool, unseen, beside):
-        self.problem, self.segments, self.parts, self.scale, self.least = problem, segments, parts, scale, least
+    def __init__(self, problem: StagedProblem, segments: list[Segment], parts: dict[int, Part], scale, least: bool, most, unseen, beside):
+        self.problem, self.segments, self.parts, self.scale, self.least, self.most = problem, segments, parts, scale, least, most
         self.lp = lp = LinearProgram()
         p = problem.stages
         clock = 0.0 if least else 1.0
         self.spent = [{name: {} for name in ("seconds", "once", "bytes")} for _ in range(p)]
-        self.y = {(j, s): lp.column(upper=segment.count, integer=True) for j, segment in enumerate(segments) for s in range(p)}
+        self.y = {(j, s): lp.column(upper=most[j, s], integer=True) for j in range(len(segments)) for s in range(p)}
         self.n: dict[tuple[int, int, int], int] = {}
         self.v: dict[tuple[int, int], int] = {}
         self._order()
@@ -51,18 +52,17 @@ class Master:
             self._columns(clock, beside)
         slowest, once = lp.column(cost=clock * (problem.microbatches - 1)), lp.column(cost=clock)
         excess = lp.column(cost=1.0) if least else None
-        cut = min(part.least_sends() for part in parts.values()) * scale
-        buffer = min(part.least_buffers() for part in parts.values())
+        cut, buffer = problem.least_cut
         self.time_rows, self.once_rows, self.memory_rows = [], [], []
         self.reserved = [reserve + ((s > 0) + (s < p - 1)) * buffer for s, reserve in enumerate(problem.reserve)]
         for s, spent in enumerate(self.spent):
             cuts = (s > 0) + (s < p - 1)
-            self.time_rows.append(lp.row({slowest: 1.0, **{c: -v for c, v in spent["seconds"].items()}}, cuts * cut))
+            self.time_rows.append(lp.row({slowest: 1.0, **{c: -v for c, v in spent["seconds"].items()}}, cuts * cut * scale))
             self.once_rows.append(lp.row({once: 1.0, **{c: -v for c, v in spent["once"].items()}}, 0.0))
             room, whole = ({excess: -1.0}, 0.0) if least else ({}, 1.0 + SLACK)
             reserved = (self.reserved[s] + unseen[s]) / problem.limit
             self.memory_rows.append(lp.row({**spent["bytes"], **room}, upper=whole - reserved))  # (M)
-        self.offset = 2 * (p - 1) * cut * clock
+        self.offset = 2 * (p - 1) * cut * scale * clock
 
     def _order(self) -> None:
         """Segments lie in stages in order, and every stage has a block."""
@@ -93,7 +93,7 @@ class Master:
             amounts = [lp.column(cost=clock if i == 0 else 0.0) for i in range(len(units))]
             for name, column, unit in zip(Amount._fields, amounts, units):
                 self._spend(s, column, Amount(**{name: unit}))
-            lp.row({self.peaks[s]: float(self.segments[j].count), amounts[-1]: -1.0}, 0.0)  # the most is no less than the mean
+            lp.row({self.peaks[s]: float(self.most[j, s]), amounts[-1]: -1.0}, 0.0)  # the most is no less than the mean
             for bound in self.parts[self.segments[j].part].floors:
                 if bound.bound > 0:
                     terms = {column: price * unit / bound.bound for column, price, unit in zip(amounts, bound.prices, units)}
@@ -118,39 +118,44 @@ class Master:
             amounts[index] = [part.amount(dict(column.choices), others) for column in part.columns]
         for index, part in self.parts.items():
             streams = sorted({column.stream for column in part.columns})
-            if len(streams) > 1:
+            if part.streams:
                 for stream in streams:
                     u[index, stream] = lp.column(upper=1.0, integer=True)
                 lp.row({u[index, stream]: 1.0 for stream in streams}, 1.0, 1.0)  # (S)
-                self._buffer(part, {stream: u[index, stream] for stream in streams})
+                self._cross(part, {stream: u[index, stream] for stream in streams}, clock)
         for (j, s), y in self.y.items():
-            segment, terms = self.segments[j], {}
+            segment, most, terms = self.segments[j], float(self.most[j, s]), {}
             for c, column in enumerate(self.parts[segment.part].columns):
                 amount = amounts[segment.part][c]
                 if amount is None:
                     continue
-                at = self.n[j, s, c] = lp.column(cost=clock * amount.seconds * self.scale, upper=segment.count, integer=True)
+                at = self.n[j, s, c] = lp.column(cost=clock * amount.seconds * self.scale, upper=most, integer=True)
                 terms[at] = 1.0
                 self._spend(s, at, amount)
                 if amount.peak:
                     used = lp.column(upper=1.0, integer=True)
-                    lp.row({at: 1.0, used: -float(segment.count)}, upper=0.0)
+                    lp.row({at: 1.0, used: -most}, upper=0.0)
                     lp.row({self.peaks[s]: 1.0, used: -amount.peak / self.problem.limit}, 0.0)
                 if (segment.part, column.stream) in u:
-                    lp.row({at: 1.0, u[segment.part, column.stream]: -float(segment.count)}, upper=0.0)
+                    lp.row({at: 1.0, u[segment.part, column.stream]: -most}, upper=0.0)
             lp.row({**terms, y: -1.0}, 0.0, 0.0)  # (B)
         self._residents(clock)
 
-    def _buffer(self, part: Part, chosen: Mapping[tuple[int, ...], int]) -> None:
-        """Bytes for cuts that depend on the placement in which blocks hand over; all are supposed to lie within the longest part."""
+    def _cross(self, part: Part, chosen: Mapping[tuple[int, ...], int], clock: float) -> None:
+        """What cuts cost more than the least, by the placement in which blocks hand over, as if all lay within the longest part."""
         if part is not max(self.parts.values(), key=lambda other: len(self.problem.blocks[other.index])):
             return
-        least, p = min(other.least_buffers() for other in self.parts.values()), self.problem.stages
-        for s, spent in enumerate(self.spent):
-            for stream, column in chosen.items():
-                more = part.buffers(stream) - least
-                if more > 0:
-                    spent["bytes"][column] = ((s > 0) + (s < p - 1)) * more / self.problem.limit
+        seconds, nbytes = self.problem.least_cut
+        for stream, column in chosen.items():
+            sent, held = part.crossing(stream)
+            slower, larger = max(0.0, sent - seconds) * self.scale, max(0.0, held - nbytes) / self.problem.limit
+            self.lp.costs[column] += 2 * (self.problem.stages - 1) * slower * clock
+            for s, spent in enumerate(self.spent):
+                cuts = (s > 0) + (s < self.problem.stages - 1)
+                if slower:
+                    spent["seconds"][column] = cuts * slower
+                if larger:
+                    spent["bytes"][column] = cuts * larger
 
     def _residents(self, clock: float) -> None:
         """(R) One strategy for each resident op, paid for in every stage that reads it."""
@@ -182,7 +187,7 @@ class Master:
                 lp.row({mine: 1.0, column: -1.0}, upper=0.0)
                 self._spend(s, mine, cost)
             for j in reading:
-                lp.row({used: float(self.segments[j].count), self.y[j, s]: -1.0}, 0.0)
+                lp.row({used: float(self.most[j, s]), self.y[j, s]: -1.0}, 0.0)
 
     def memory(self, found: LinearAnswer) -> list[float]:
         """Bytes of each stage, as far as the program sees them."""
@@ -193,14 +198,21 @@ class Master:
         for key, column in self.y.items():
             self.lp.row({column: 1.0}, y[key], y[key])
 
-    def prices(self, found: LinearAnswer) -> dict[int, list[Amount]]:
-        """What time and memory are worth in the stages that hold blocks, by part, from the duals of the relaxed program."""
+    def prices(self, found: LinearAnswer) -> tuple[dict[int, list[Amount]], dict[int, list[Amount]]]:
+        """What time and memory are worth in the stages that hold blocks, by part, from the duals of the relaxed program; and in those that
+        hold the first block of a segment."""
         wanted: dict[int, list[Amount]] = defaultdict(list)
+        first: dict[int, list[Amount]] = defaultdict(list)
+        begun: set[int] = set()
         for s, flight in enumerate(self.problem.in_flight):
             memory = max(0.0, -found.duals[self.memory_rows[s]]) / (self.scale * self.problem.limit)
             clock = TINY if self.least else 1.0 + max(0.0, found.duals[self.time_rows[s]])
             price = Amount(clock, max(0.0, found.duals[self.once_rows[s]]), memory, memory * flight)
             for j, segment in enumerate(self.segments):
                 if found.values[self.y[j, s]] > 1e-6:
-                    wanted[segment.part].append(price._replace(peak=memory / segment.count))
-        return wanted
+                    here = price._replace(peak=memory / segment.count)
+                    wanted[segment.part].append(here)
+                    if j not in begun:
+                        first[segment.part].append(here)
+                        begun.add(j)
+        return wanted, first

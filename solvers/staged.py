@@ -138,6 +138,28 @@ class StagedProblem:
         """Bytes of state that the fullest stage has at least: the mean over stages of the least that every op can have."""
         return sum(min(amount.state for amount in op.costs) * len(self.homes(i)) for i, op in enumerate(self.ops)) / self.stages
 
+    @cached_property
+    def least_cut(self) -> tuple[float, float]:
+        """Seconds and bytes that each of two neighbouring stages spends on the cut between them, at least."""
+        reach: dict[tuple[int, int], int] = {}  # of (value, block of its producer), the last block that reads it
+        for index, uses in self.readings.items():
+            for _, (source, user) in uses:
+                for a, b in zip(source.tolist(), user.tolist()):
+                    reach[index, a] = max(b, reach.get((index, a), a))
+        steps = np.zeros((2, len(self.chain)))  # what begins to cross, and ceases to, at each boundary
+        for (index, block), last in reach.items():
+            if block != RESIDENT and last > block:
+                value = self.values[index]
+                placements = set(value.placements)
+                least = [min(of.get(placement, 0.0) for placement in placements) for of in (value.sends, value.buffers)]
+                steps[:, block] += least
+                steps[:, last] -= least
+        legal = [cut for cut, allowed in enumerate(self.legal) if allowed]
+        if not legal:
+            return 0.0, 0.0
+        seconds, nbytes = np.cumsum(steps, axis=1)[:, legal].min(axis=1)
+        return max(0.0, float(seconds)), max(0.0, float(nbytes))
+
     def homes(self, op: int) -> list[int]:
         """The blocks that op is in: [RESIDENT] for one of no part."""
         part = self.ops[op].part
