@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from math import log2
 from typing import Any
 
@@ -177,11 +178,18 @@ class Wanted:
             except PlanError as error:
                 refused = error
         best: Plan | None = None
-        for look in sorted(found, key=lambda look: look.guess):
+        waiting = [(look.guess, i, look) for i, look in enumerate(found)]
+        heapify(waiting)
+        while waiting:
+            _, i, look = heappop(waiting)
             if best is not None and look.seconds >= best.step_seconds:
                 continue
-            logger("plan").info("mesh %s: %.4g s or more", look.mesh, look.seconds)
             try:
+                if look.draft is not None:  # what memory costs, decides among meshes
+                    look = look.bounded(self.task(look.mesh, look.draft.microbatches))
+                    heappush(waiting, (look.guess, i, look))
+                    continue
+                logger("plan").info("mesh %s: %.4g s or more", look.mesh, look.seconds)
                 plan = self.on(look.mesh, _useful(best), HURRY)
             except PlanError as error:
                 refused = error
@@ -202,10 +210,12 @@ class Wanted:
             return _Look(mesh, seconds, seconds)
         more = [] if self.microbatches else larger_microbatches(self.program, mesh, m)[-1:]
         drafts = [each.outlined(1) for each in (task, *(self.task(mesh, most) for most in more))]
-        if len(drafts[0].staged.problem.chain) >= BLOCKS * mesh.pipeline:
-            self._drafts.update({(mesh, plan.microbatches): plan for plan in drafts})
         guesses = [plan.step_seconds * (1 + _FITTING * max(0.0, log2(plan.peak_bytes / self.limit))) for plan in drafts]
-        return _Look(mesh, min(plan.step_seconds for plan in drafts), min(guesses))
+        look = _Look(mesh, min(plan.step_seconds for plan in drafts), min(guesses))
+        if len(drafts[0].known.staged.problem.chain) < BLOCKS * mesh.pipeline:
+            return look
+        self._drafts.update({(mesh, plan.microbatches): plan for plan in drafts})
+        return look if any(plan.peak_bytes <= self.limit for plan in drafts) else replace(look, draft=drafts[-1])
 
 
 _FITTING = 0.03
@@ -214,11 +224,19 @@ _FITTING = 0.03
 
 @dataclass(frozen=True)
 class _Look:
-    """seconds: about the least of a step on a mesh, memory aside. guess: about what it will be once it fits."""
+    """seconds: about the least of a step on a mesh, memory aside. guess: about what it will be once it fits. draft: of the smallest pieces
+    of the batch, if none is known to fit, until it is known what those take at least."""
 
     mesh: Mesh
     seconds: float
     guess: float
+    draft: Outline | None = None
+
+    def bounded(self, task: LongTask) -> _Look:
+        """Raises PlanError."""
+        least = task.least(self.draft)
+        logger("plan").info("mesh %s: to fit, %.4g s or more", self.mesh, least)
+        return replace(self, guess=max(self.seconds, least), draft=None)
 
 
 def _rank(plan: Plan, limit: float) -> tuple[bool, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -20,7 +20,7 @@ from autoshard.planning.abridge import abridged
 from autoshard.planning.chain import Chain, Irregular, chain_of
 from autoshard.planning.comparison import NEAR
 from autoshard.planning.fold import fold
-from autoshard.planning.joint import decide_jointly, decision_of, notes_of, staged_of
+from autoshard.planning.joint import decide_jointly, decision_of, notes_of, nothing_fits, staged_of
 from autoshard.planning.pins import Asked, Pin, in_all_layers, pins_of
 from autoshard.planning.plan import PinRow, Plan
 from autoshard.planning.planner import CHEAPEST, Decision, Narrow, Saving, apply, decide, record, save
@@ -31,7 +31,7 @@ from autoshard.program import Program
 from autoshard.schedule import SCHEDULES, Schedule
 from autoshard.solvers.columns import Part
 from autoshard.solvers.fastest import fastest
-from autoshard.solvers.folded import solve_folded
+from autoshard.solvers.folded import OutOfMemory, proven, solve_folded
 from autoshard.solvers.problem import Infeasible
 
 SAVINGS = tuple(Saving(zero, again, host) for host in (False, True) for zero in (2, 3) for again in (False, True))
@@ -222,15 +222,23 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Known:
+    """A problem, and what was learnt of its parts."""
+
+    staged: Staged
+    parts: dict[int, Part] = field(default_factory=dict)
+
+
+@dataclass
 class Outline:
     """About the fastest way to train a long model, memory aside, in the solver's own numbers: what ``LongTask`` drafts."""
 
     microbatches: int
     step_seconds: float
     peak_bytes: float  # of the fullest rank, as far as the problem knows
-    staged: Staged
-    parts: dict[int, Part]  # what was learnt of it
+    known: Known
     seconds: float  # that it took
+    limited: Known | None = None  # under the limit, with all that may be done to save memory
 
 
 @dataclass(frozen=True)
@@ -260,7 +268,24 @@ class LongTask(Task):
         except Infeasible as error:
             raise Irregular(str(error)) from error
         logger("plan").info("%d micro-batches: %.4g s a step, %.4g GiB", self.m, found.objective, max(found.memory) / 2**30)
-        return Outline(self.m, found.objective, max(found.memory), staged, parts, time.perf_counter() - start)
+        return Outline(self.m, found.objective, max(found.memory), Known(staged, parts), time.perf_counter() - start)
+
+    def limited(self, draft: Outline) -> Known:
+        """The problem of making a draft fit."""
+        if draft.limited is None:
+            limit = AMPLE if self.limit is None else self.limit
+            draft.limited = Known(self.staged(self.cuts.short.of(self.m, self.mesh), limit, self.saving.modes))
+        return draft.limited
+
+    def least(self, draft: Outline) -> float:
+        """Seconds of a step, about the least that a plan that fits can take. Raises Irregular, InfeasibleError."""
+        if self.limit is None or draft.peak_bytes <= LITTLE * self.limit:
+            return draft.step_seconds
+        known = self.limited(draft)
+        try:
+            return max(draft.step_seconds, proven(known.staged.problem, known.parts))
+        except OutOfMemory as error:
+            raise nothing_fits(error, self.mesh, every=True) from error
 
     def finished(self, draft: Outline | Plan, cutoff: float = float("inf")) -> Plan:
         """The plan of an outline if it fits; else the best that does."""
@@ -282,10 +307,10 @@ class LongTask(Task):
         chain = chain_of(self.cut, fold(self.cut), pure_nodes(self.cut))
         transient = [0.0] * self.mesh.pipeline
         if draft.peak_bytes <= limit:
-            solution = solve_folded(draft.staged.problem, progress=logger("plan").info, parts=draft.parts)
-            decision = decision_of(self.cut, chain, draft.staged, solution.answer)
+            solution = solve_folded(draft.known.staged.problem, progress=logger("plan").info, parts=draft.known.parts)
+            decision = decision_of(self.cut, chain, draft.known.staged, solution.answer)
             seconds = draft.seconds + solution.seconds
-            decision.solver = notes_of(solution, solution.bound, draft.staged.problem, len(decision.chosen), seconds)
+            decision.solver = notes_of(solution, solution.bound, draft.known.staged.problem, len(decision.chosen), seconds)
             plan = self.predicted(decision)
             if plan.peak_bytes <= limit:
                 return plan
@@ -295,14 +320,16 @@ class LongTask(Task):
                 return self.squeezed(draft, limit, chain, cutoff)
             except PlanError as reason:
                 logger("plan").info("not without computing again: %s", reason)
-        return self.made_to_fit(self.staged(self.cuts.short.of(self.m, self.mesh), limit, self.saving.modes), chain, transient, cutoff)
+        known = self.limited(draft)
+        return self.made_to_fit(known.staged, chain, transient, cutoff, known.parts)
 
     def squeezed(self, draft: Outline, limit: float, chain: Chain, cutoff: float) -> Plan:
         """A plan that fits, computes nothing again, and takes hardly longer than any that need not fit. Raises Irregular, PlanError."""
-        free = solve_folded(draft.staged.problem, parts=draft.parts)
-        staged = replace(draft.staged, problem=replace(draft.staged.problem, limit=limit))
+        staged, parts = draft.known.staged, draft.known.parts
+        free = solve_folded(staged.problem, parts=parts)
+        staged = replace(staged, problem=replace(staged.problem, limit=limit))
         cutoff = min(cutoff, free.bound * (1 + NEAR))
-        plan = self.made_to_fit(staged, chain, [0.0] * self.mesh.pipeline, cutoff, draft.parts)
+        plan = self.made_to_fit(staged, chain, [0.0] * self.mesh.pipeline, cutoff, parts)
         plan.solver.update(bound=free.bound, gap=1 - free.bound / plan.solver["objective"])
         return plan
 
