@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from math import log2
 from typing import Any
 
 from autoshard import passes
@@ -28,7 +27,7 @@ from autoshard.schedule import schedule_of
 from autoshard.tasks import BLOCKS, Cuts, LongTask, Outline, Task, default_schedule
 from autoshard.tracing import few_collections
 
-PATIENCE, HURRY = 60.0, 10.0
+PATIENCE, HURRY = 60.0, 20.0
 """Seconds that a solver may take to make a plan fit: on the mesh that was asked for; on each of many."""
 
 
@@ -178,18 +177,18 @@ class Wanted:
             except PlanError as error:
                 refused = error
         best: Plan | None = None
-        waiting = [(look.guess, i, look) for i, look in enumerate(found)]
+        waiting = [(look.seconds, i, look) for i, look in enumerate(found)]
         heapify(waiting)
         while waiting:
-            _, i, look = heappop(waiting)
-            if best is not None and look.seconds >= best.step_seconds:
-                continue
+            seconds, i, look = heappop(waiting)
+            if best is not None and seconds >= best.step_seconds:
+                break
             try:
-                if look.draft is not None:  # what memory costs, decides among meshes
-                    look = look.bounded(self.task(look.mesh, look.draft.microbatches))
-                    heappush(waiting, (look.guess, i, look))
+                if look.draft is not None:
+                    look = look.fitting(self.task(look.mesh, look.draft.microbatches))
+                    heappush(waiting, (look.seconds, i, look))
                     continue
-                logger("plan").info("mesh %s: %.4g s or more", look.mesh, look.seconds)
+                logger("plan").info("mesh %s: %.4g s or more", look.mesh, seconds)
                 plan = self.on(look.mesh, _useful(best), HURRY)
             except PlanError as error:
                 refused = error
@@ -207,36 +206,30 @@ class Wanted:
         task = self.task(mesh, m)
         if not isinstance(task, LongTask):
             seconds = task.estimate() * m / (m + mesh.pipeline - 1)  # a pipeline's bubble is smaller with more micro-batches
-            return _Look(mesh, seconds, seconds)
+            return _Look(mesh, seconds)
         more = [] if self.microbatches else larger_microbatches(self.program, mesh, m)[-1:]
         drafts = [each.outlined(1) for each in (task, *(self.task(mesh, most) for most in more))]
-        guesses = [plan.step_seconds * (1 + _FITTING * max(0.0, log2(plan.peak_bytes / self.limit))) for plan in drafts]
-        look = _Look(mesh, min(plan.step_seconds for plan in drafts), min(guesses))
+        look = _Look(mesh, min(plan.step_seconds for plan in drafts))
         if len(drafts[0].known.staged.problem.chain) < BLOCKS * mesh.pipeline:
             return look
         self._drafts.update({(mesh, plan.microbatches): plan for plan in drafts})
         return look if any(plan.peak_bytes <= self.limit for plan in drafts) else replace(look, draft=drafts[-1])
 
 
-_FITTING = 0.03
-"""Of a step's time, what it takes about to make a plan fit that needs twice the memory there is; and again as much for each doubling."""
-
-
 @dataclass(frozen=True)
 class _Look:
-    """seconds: about the least of a step on a mesh, memory aside. guess: about what it will be once it fits. draft: of the smallest pieces
-    of the batch, if none is known to fit, until it is known what those take at least."""
+    """seconds: about the least of a step on a mesh; memory aside while there is a ``draft``, of the smallest pieces of the batch, that has
+    not been asked yet what it takes to fit."""
 
     mesh: Mesh
     seconds: float
-    guess: float
     draft: Outline | None = None
 
-    def bounded(self, task: LongTask) -> _Look:
-        """Raises PlanError."""
-        least = task.least(self.draft)
-        logger("plan").info("mesh %s: to fit, %.4g s or more", self.mesh, least)
-        return replace(self, guess=max(self.seconds, least), draft=None)
+    def fitting(self, task: LongTask) -> _Look:
+        """Memory not aside: larger pieces need no less of it. Raises PlanError."""
+        least = self.seconds + task.least(self.draft) - self.draft.step_seconds
+        logger("plan").info("mesh %s: %.4g s or more, to fit %.4g s", self.mesh, self.seconds, least)
+        return _Look(self.mesh, least)
 
 
 def _rank(plan: Plan, limit: float) -> tuple[bool, float]:

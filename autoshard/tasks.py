@@ -278,12 +278,14 @@ class LongTask(Task):
         return draft.limited
 
     def least(self, draft: Outline) -> float:
-        """Seconds of a step, about the least that a plan that fits can take. Raises Irregular, InfeasibleError."""
+        """Seconds of a step, about the least that a plan that fits can take. Raises InfeasibleError."""
         if self.limit is None or draft.peak_bytes <= LITTLE * self.limit:
             return draft.step_seconds
-        known = self.limited(draft)
         try:
+            known = self.limited(draft)
             return max(draft.step_seconds, proven(known.staged.problem, known.parts))
+        except Irregular:  # it is planned op by op
+            return draft.step_seconds
         except OutOfMemory as error:
             raise nothing_fits(error, self.mesh, every=True) from error
 
