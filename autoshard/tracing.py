@@ -71,6 +71,19 @@ def off_meta(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 @contextlib.contextmanager
+def replaced(*attributes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Give attributes of owners, each an (owner, name, new value), other values for a while."""
+    originals = [vars(owner)[name] for owner, name, _ in attributes]  # getattr would bind a method
+    for owner, name, new in attributes:
+        setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(attributes, originals):
+            setattr(owner, name, original)
+
+
+@contextlib.contextmanager
 def few_collections() -> Iterator[None]:
     """Let Python look for cyclic garbage rarely: what a large graph is made of stays, and is looked through each time for nothing."""
     before = gc.get_threshold()
@@ -102,24 +115,15 @@ class UsersLine:
 @contextlib.contextmanager
 def users_lines() -> Iterator[None]:
     """The stack trace of a node is the user's line alone."""
-    original = torch.fx.proxy.CapturedTraceback
-    torch.fx.proxy.CapturedTraceback = UsersLine
-    try:
+    with replaced((torch.fx.proxy, "CapturedTraceback", UsersLine)):
         yield
-    finally:
-        torch.fx.proxy.CapturedTraceback = original
 
 
 @contextlib.contextmanager
 def no_code() -> Iterator[None]:
     """The exporter rewrites one graph several times: no code is generated for a graph that nobody runs (torch 2.13)."""
-    original = exported_program._create_graph_module_for_export
-    exported_program._create_graph_module_for_export = graph_module
-    try:
-        with lazy_graph_modules(True):
-            yield
-    finally:
-        exported_program._create_graph_module_for_export = original
+    with replaced((exported_program, "_create_graph_module_for_export", graph_module)), lazy_graph_modules(True):
+        yield
 
 
 @contextlib.contextmanager
@@ -187,11 +191,8 @@ def custom_gradients() -> Iterator[None]:
             hint="write it with differentiable operations, or as a torch.library custom op with register_autograd",
         )
 
-    torch.autograd.Function.apply = classmethod(apply)
-    try:
+    with replaced((torch.autograd.Function, "apply", classmethod(apply))):
         yield
-    finally:
-        torch.autograd.Function.apply = original
 
 
 @contextlib.contextmanager
@@ -209,20 +210,13 @@ def autograd_inside() -> Iterator[None]:
         self.instead = torch.no_grad()
         self.instead.__enter__()
 
-    replaced = [
+    with replaced(
         (torch.Tensor, "register_hook", refuse("Tensor.register_hook", "scale gradients in the graph: x * s + (x * (1 - s)).detach()")),
         (torch.autograd, "backward", refuse("backward()", "return the loss; gradients that the loss needs are torch.autograd.grad's")),
         (torch.inference_mode, "__enter__", enter),
         (torch.inference_mode, "__exit__", lambda self, *args: self.instead.__exit__(*args)),
-    ]
-    originals = [getattr(owner, name) for owner, name, _ in replaced]
-    for owner, name, new in replaced:
-        setattr(owner, name, new)
-    try:
+    ):
         yield
-    finally:
-        for (owner, name, _), original in zip(replaced, originals):
-            setattr(owner, name, original)
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
