@@ -24,11 +24,12 @@ from autoshard.planning.planner import Narrow, Saving
 from autoshard.predict import check_memory
 from autoshard.program import Program
 from autoshard.schedule import schedule_of
+from autoshard.solvers.folded import Effort
 from autoshard.tasks import BLOCKS, Cuts, LongTask, Outline, Task, default_schedule
 from autoshard.tracing import few_collections
 
-PATIENCE, HURRY = 60.0, 20.0
-"""Seconds that a solver may take to make a plan fit: on the mesh that was asked for; on each of many."""
+THOROUGH, HURRIED = Effort(60.0), Effort(20.0)
+"""How hard solvers try to make a plan fit: on the mesh that was asked for; on each of many."""
 
 
 @few_collections()
@@ -85,15 +86,15 @@ class Wanted:
         """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
         return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
 
-    def on(self, mesh: Mesh, cutoff: float = float("inf"), patience: float = PATIENCE) -> Plan:
+    def on(self, mesh: Mesh, cutoff: float = float("inf"), effort: Effort = THOROUGH) -> Plan:
         """The best plan for a mesh, over the numbers of micro-batches.
 
-        cutoff: as for ``over_microbatches``. patience: seconds that a solver may take for each of them. Raises PlanError.
+        cutoff: as for ``over_microbatches``. effort: of solvers, for each of them. Raises PlanError.
         """
         mesh = self.placed(mesh)
 
         def finish(plan: Plan | Outline, cutoff: float) -> Plan:
-            return self.task(mesh, plan.microbatches, patience=patience).finished(plan, cutoff)
+            return self.task(mesh, plan.microbatches, effort=effort).finished(plan, cutoff)
 
         best = self.over_microbatches(mesh, lambda m: self._drafted(mesh, m), finish, cutoff)
         check_memory(best)
@@ -115,11 +116,11 @@ class Wanted:
     def _traffic(self) -> Traffic:
         return Traffic.of(self.program, pure_nodes(self.program))
 
-    def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None, patience: float = PATIENCE) -> Task:
-        """narrow: as for ``planner.decide``. patience: as for ``on``."""
+    def task(self, mesh: Mesh, m: int, narrow: Narrow | None = None, effort: Effort = THOROUGH) -> Task:
+        """narrow: as for ``planner.decide``. effort: as for ``on``."""
         placed = default_schedule(mesh) if self.schedule == "auto" else schedule_of(self.schedule)
         long = self.cuts.short is not None and placed.chunks == 1
-        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, m, narrow, patience)
+        kind, asked = LongTask if long else Task, (self.pins, self.saving, placed, m, narrow, effort)
         return kind(self.captured, self.cuts, self.title, mesh, self.cluster, self.limit, *asked)
 
     def over_microbatches(
@@ -189,7 +190,7 @@ class Wanted:
                     heappush(waiting, (look.seconds, i, look))
                     continue
                 logger("plan").info("mesh %s: %.4g s or more", look.mesh, seconds)
-                plan = self.on(look.mesh, _useful(best), HURRY)
+                plan = self.on(look.mesh, _useful(best), HURRIED)
             except PlanError as error:
                 refused = error
                 continue

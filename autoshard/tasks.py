@@ -31,7 +31,7 @@ from autoshard.program import Program
 from autoshard.schedule import SCHEDULES, Schedule
 from autoshard.solvers.columns import Part
 from autoshard.solvers.fastest import fastest
-from autoshard.solvers.folded import OutOfMemory, proven, solve_folded
+from autoshard.solvers.folded import Effort, OutOfMemory, proven, solve_folded
 from autoshard.solvers.problem import Infeasible
 
 SAVINGS = tuple(Saving(zero, again, host) for host in (False, True) for zero in (2, 3) for again in (False, True))
@@ -100,7 +100,7 @@ class Task:
     schedule: Schedule
     m: int
     narrow: Narrow | None = None
-    patience: float = 60.0  # seconds that a solver may take to make a plan fit
+    effort: Effort = Effort()  # of a solver, to make a plan fit
 
     @property
     def cut(self) -> Program:
@@ -200,7 +200,7 @@ class Task:
             plan = found[id(decision)] = self.predicted(decision)
             return [sum(row.memory.values()) for row in plan.stage_rows]
 
-        decision = decide_jointly(staged, self.cut, chain, transient, measure, self.patience, cutoff, parts)
+        decision = decide_jointly(staged, self.cut, chain, transient, measure, self.effort, cutoff, parts)
         return replace(found[id(decision)], solver=decision.solver)
 
     def staged(self, program: Program, limit: float, modes: tuple[str, ...]) -> Staged:
@@ -271,11 +271,12 @@ class LongTask(Task):
         return Outline(self.m, found.objective, max(found.memory), Known(staged, parts), time.perf_counter() - start)
 
     def limited(self, draft: Outline) -> Known:
-        """The problem of making a draft fit."""
+        """The problem of making a draft fit, with what was learnt of it under whatever limit."""
+        limit = AMPLE if self.limit is None else self.limit
         if draft.limited is None:
-            limit = AMPLE if self.limit is None else self.limit
             draft.limited = Known(self.staged(self.cuts.short.of(self.m, self.mesh), limit, self.saving.modes))
-        return draft.limited
+        staged = draft.limited.staged
+        return replace(draft.limited, staged=replace(staged, problem=replace(staged.problem, limit=limit)))
 
     def least(self, draft: Outline) -> float:
         """Seconds of a step, about the least that a plan that fits can take. Raises InfeasibleError."""

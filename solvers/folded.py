@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from math import floor
 
@@ -40,8 +41,18 @@ _BETWEEN = (4.0, 16.0)  # a first guess: memory is worth so many times less than
 _ATTEMPTS = 3  # to find an answer that fits, in a round
 _LITTLE = 1e-4  # of the objective: a round that gains less is the last
 
-SMALL = 10_000
-"""Binary variables of a problem that is solved whole, where blocks of few kinds gave no answer and none is proven not to exist."""
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to try.
+
+    seconds: that all of it may take. gap: to the proven bound, of an answer that is good enough. whole: binary variables, at most, of a
+    problem that is solved whole where blocks of few kinds gave no answer and none is proven not to exist.
+    """
+
+    seconds: float = 60.0
+    gap: float = 0.005
+    whole: int = 10_000
 
 
 class OutOfMemory(Infeasible):
@@ -63,13 +74,12 @@ class TooSlow(Infeasible):
 
 def solve_folded(
     problem: StagedProblem,
-    time_limit: float = 60.0,
-    gap: float = 0.005,
+    effort: Effort = Effort(),
     progress: Callable[[str], None] | None = None,
     parts: dict[int, Part] | None = None,
     cutoff: float = float("inf"),
 ) -> StagedSolution:
-    """The best answer found, within ``gap`` of the proven bound if the rounds suffice.
+    """The best answer found, within the effort's gap of the proven bound if the rounds suffice.
 
     parts: what was learnt from the same problem with another limit or reserve, {} at first; is added to.
     cutoff: seconds of a step; slower plans are of no use.
@@ -81,21 +91,21 @@ def solve_folded(
     """
     if not all(problem.legal):
         raise ValueError("the chain may be cut between any two blocks")
-    return _Search(problem, time_limit, gap, progress or (lambda text: None), {} if parts is None else parts, cutoff).run()
+    return _Search(problem, effort, progress or (lambda text: None), {} if parts is None else parts, cutoff).run()
 
 
 def proven(problem: StagedProblem, parts: dict[int, Part], time_limit: float = 60.0) -> float:
     """Seconds that no answer is faster than, by what is known of the parts from a solution with whatever limit and reserve."""
-    search = _Search(problem, time_limit, 0.0, lambda text: None, parts, float("inf"))
+    search = _Search(problem, Effort(time_limit, 0.0), lambda text: None, parts, float("inf"))
     search.start()
     search.prove()
     return search.bound
 
 
 class _Search:
-    def __init__(self, problem: StagedProblem, time_limit: float, gap: float, progress, parts: dict[int, Part], cutoff: float):
-        self.problem, self.gap, self.progress, self.cutoff = problem, gap, progress, cutoff
-        self.began, self.time_limit = time.perf_counter(), time_limit
+    def __init__(self, problem: StagedProblem, effort: Effort, progress, parts: dict[int, Part], cutoff: float):
+        self.problem, self.gap, self.progress, self.cutoff = problem, effort.gap, progress, cutoff
+        self.began, self.time_limit, self.whole = time.perf_counter(), effort.seconds, effort.whole
         self.segments: list[Segment] = []
         for part, run in groupby(problem.chain):
             start = sum(segment.count for segment in self.segments)
@@ -105,7 +115,7 @@ class _Search:
                 parts[part] = Part(problem, part)
         self.parts = parts
         self.bound, self.scale = 0.0, 1.0
-        self.tolerance = 0.3 * gap
+        self.tolerance = 0.3 * self.gap
         self.most = {(j, s): segment.count for j, segment in enumerate(self.segments) for s in range(problem.stages)}
         self.unseen = [0.0] * problem.stages  # bytes that the master from above did not see
         self.best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
@@ -121,7 +131,7 @@ class _Search:
                 raise
         if self.best is None:
             error = self.out_of_memory()
-            if error.proven > self.problem.limit or size(self.problem) > SMALL:
+            if error.proven > self.problem.limit or size(self.problem) > self.whole:
                 raise error
             try:
                 return solve_exactly(self.problem, self.left())

@@ -11,7 +11,7 @@ from torch import nn
 from workers import run_on
 
 import autoshard
-from autoshard import advising, cli
+from autoshard import advising, changes, cli
 from autoshard.capture import capture
 from autoshard.errors import InfeasibleError
 from autoshard.mesh import Mesh
@@ -19,7 +19,7 @@ from autoshard.planning.advice import Advice, Found, Suggestion
 from autoshard.report.advice import details, headline
 from autoshard.report.tables import render
 from autoshard.report.units import size
-from autoshard.searching import search, wanted_of
+from autoshard.searching import Wanted, search, wanted_of
 from examples import mlp
 
 KIB = 1024.0
@@ -75,7 +75,7 @@ def test_what_is_suggested_fits_and_the_least_is_enough(name, mesh, options):
     assert sum(error.memory.values()) == pytest.approx(error.least)
     if isinstance(mesh, tuple):
         least = advising.readable(error.least)
-        assert f"a rank of stage {error.stage} needs" in str(error) and "least limit found to be enough on mesh" in str(error)
+        assert f"a rank of stage {error.stage} needs" in str(error) and "least limit for which a plan was found on mesh" in str(error)
         assert fits(model, batch, mesh, **{**options, "memory": least})
         assert not fits(model, batch, mesh, **{**options, "memory": 0.95 * least})
     assert error.proven <= error.least
@@ -108,7 +108,7 @@ def test_results_that_take_the_room_are_named():
     both, alone = (autoshard.plan(m, (1, 1, 1), batch, microbatches=64).peak_bytes for m in (model, Alone(model)))
     assert alone < both / 1.5
     error = refused(model, batch, (1, 1, 1), memory=1.1 * alone, microbatches=64)
-    assert error.suggestions[0].loss_alone and error.suggestions[0].text == advising.LOSS_ALONE and not error.suggestions[0].options
+    assert error.suggestions[0].loss_alone and error.suggestions[0].text == changes.LOSS_ALONE and not error.suggestions[0].options
     assert fits(Alone(model), batch, (1, 1, 1), memory=1.1 * alone, microbatches=64)
 
 
@@ -121,10 +121,24 @@ def test_no_plan_needs_less_than_is_said_to_be_needed(name, mesh):
         wanted = wanted_of(captured, "model", **options)
         for m in {1, advising.numbers_of(wanted, mesh)[-1]}:
             task = wanted.task(mesh, m)
-            bound = advising.needed(wanted, mesh, m)
+            bound = advising.held(wanted, mesh, m)
             assert 0 < bound <= task.drafted().peak_bytes
             if wanted.saving.open:
                 assert bound <= task.ladder().peak_bytes
+
+
+def test_a_plan_that_turns_up_while_advice_is_sought_is_the_answer(monkeypatch):
+    best, asked = Wanted.best, []
+
+    def missed(self, mesh):
+        asked.append(self.microbatches)
+        if len(asked) == 1:
+            raise InfeasibleError("nothing fits", limit=self.limit, least=2 * self.limit)
+        return best(self, mesh)
+
+    monkeypatch.setattr(Wanted, "best", missed)
+    plan = autoshard.plan(mlp.tiny()[0], (1, 1, 1), mlp.tiny()[1], memory="1GiB")
+    assert plan.peak_bytes <= plan.memory_limit and asked == [None, plan.microbatches]
 
 
 def test_limits_are_printed_as_they_are_meant():
@@ -140,7 +154,7 @@ def test_no_time_is_said_to_be_none(monkeypatch):
     monkeypatch.setattr(advising._Adviser, "spent", lambda self: 1e9)
     model, batch = mlp.tiny()
     error = refused(model, batch, (1, 1, 1), memory=9 * KIB, offload="off")
-    assert not error.suggestions and "there was no time to find out what limit is enough" in str(error)
+    assert not error.suggestions and "there was no time to find a limit that is enough" in str(error)
     assert "for forward returns its loss alone, offload=auto" in str(error)
 
 
@@ -185,8 +199,8 @@ def test_the_text():
     assert render(details(advice)) == """\
   asked for: mesh 2,1,1 of a100-dgx, 1 GiB a rank, 1 to 8 micro-batches
   that rank, in 8 micro-batches: parameters 2 GiB, activations 3 GiB
-  least limit found to be enough on mesh 2,1,1: 5 GiB, 250 ms a step in 8 micro-batches (4.8 GiB is
-  not); any plan needs 3 GiB, proven
+  least limit for which a plan was found on mesh 2,1,1: 5 GiB, 250 ms a step in 8 micro-batches
+  (none for 4.8 GiB); any plan needs 3 GiB, proven
   what helps, nearest first, each planned with all else as it was asked for:
                 fullest rank    step  micro-batches
     mesh 1,2,1         1 GiB  250 ms              8

@@ -13,6 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.cut_stages import pure_nodes
 from autoshard.passes.levels import show
+from autoshard.passes.loss_alone import loss_alone
 from autoshard.placement import R, S
 from autoshard.planning.planner import apply, decide
 
@@ -68,6 +69,14 @@ div = aten.div.Tensor(cross_entropy_loss, to)  # float32[]
 return [div, linear_1]
 """,
     )
+
+
+def test_the_loss_may_be_all_that_is_returned():
+    program = capture(Toy(), {"x": torch.randn(8, 8), "labels": torch.randint(0, 8, (8,))}).program
+    alone = loss_alone(program)
+    assert len(program.results) == 2 and [leaf.name for leaf in alone.results] == [program.results[program.loss].name]
+    assert len(alone.leaves) == len(program.leaves) - 1 and alone.loss == 0
+    assert len(passes.run("canonicalize", alone).results) == 1
 
 
 def test_microbatch_computes_the_count_before(toy):

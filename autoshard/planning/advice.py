@@ -36,7 +36,7 @@ class Advice:
     asked: mesh, or number of devices. mesh: the one that the numbers are of, of these devices. numbers: of micro-batches that may be.
     least, stage, memory, microbatches: bytes of the fullest rank of the smallest plan that was found on the mesh, where that rank is,
     what it holds by category (None: not priced, or not known), and the plan's number of micro-batches (None: not known).
-    enough: a limit, and the plan that was found for it; little: a limit for which none was. proven: what any plan needs on this mesh.
+    enough: a limit, and the plan that was found for it; little: one for which none was. proven: what any plan needs on this mesh.
     refused, untried: changes with which nothing was found that fits, and those for which there was no time.
     seconds: that looking for all of it took.
     """

@@ -21,7 +21,7 @@ from autoshard.program import Program
 from autoshard.schedule import Schedule
 from autoshard.solvers.columns import Part
 from autoshard.solvers.exact import StagedSolution
-from autoshard.solvers.folded import OutOfMemory, TooSlow, proven, solve_folded
+from autoshard.solvers.folded import Effort, OutOfMemory, TooSlow, proven, solve_folded
 from autoshard.solvers.problem import SolverError
 from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
 
@@ -64,7 +64,7 @@ def decide_jointly(
     chain: Chain,
     transient: Sequence[float],
     measure: Callable[[Decision], Sequence[float]],
-    time_limit: float,
+    effort: Effort,
     cutoff: float = float("inf"),
     parts: dict[int, Part] | None = None,
 ) -> Decision:
@@ -78,7 +78,7 @@ def decide_jointly(
         program, chain: of one micro-batch, whole; what is decided is decided for it.
         transient: bytes of each stage that the problem knows nothing of, as a first guess.
         measure: predicted peak bytes of each stage, of a decision.
-        time_limit: seconds for the solver, but it looks at least once.
+        effort: how hard the solver tries, but it looks at least once.
         cutoff: seconds of a step; what is slower is of no use.
         parts: what was learnt from the same problem with another limit; is added to.
 
@@ -93,8 +93,8 @@ def decide_jointly(
     for _ in range(_TRIES):
         problem = replace(staged.problem, reserve=reserve)
         try:
-            left = max(1.0, start + time_limit - time.perf_counter())
-            solution = solve_folded(problem, left, progress=logger("plan").info, parts=parts, cutoff=cutoff)
+            left = max(1.0, start + effort.seconds - time.perf_counter())
+            solution = solve_folded(problem, replace(effort, seconds=left), progress=logger("plan").info, parts=parts, cutoff=cutoff)
         except TooSlow as error:
             if best is not None:
                 break
@@ -119,12 +119,12 @@ def decide_jointly(
             reserve = tuple(map(max, *failed)) if len(failed) > 1 else unseen  # plans that differ in turns must not take turns
             continue
         reserve = unseen
-        bound = min(solution.objective, proven(replace(problem, reserve=reserve), parts, time_limit))
+        bound = min(solution.objective, proven(replace(problem, reserve=reserve), parts, effort.seconds))
         decision.solver = notes_of(solution, bound, problem, len(decision.chosen), time.perf_counter() - start)
         if best is not None:
             return min(best, decision, key=lambda d: d.solver["objective"])
         best = decision
-        if solution.gap < _SLOW or max(needed) > limit * (1 - _ROOM):
+        if solution.gap < max(_SLOW, effort.gap) or max(needed) > limit * (1 - _ROOM):
             break
     if best is not None:
         return best

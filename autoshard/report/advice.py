@@ -59,8 +59,9 @@ def _listed(texts: list[str]) -> str:
 def _enough(advice: Advice) -> str:
     if advice.enough:
         limit, found = advice.enough
-        text = f"least limit found to be enough on mesh {advice.mesh}: {size(limit)}, {duration(found.step_seconds)} a step in "
-        text += _batches(found.microbatches) + (f" ({size(advice.little)} is not)" if advice.little else "")
+        text = f"least limit for which a plan was found on mesh {advice.mesh}: {size(limit)}, {duration(found.step_seconds)} a step in "
+        text += _batches(found.microbatches) + (f" (none for {size(advice.little)})" if advice.little else "")
     else:
-        text = "there was no time to find out what limit is enough"
+        text = "there was no time to find a limit that is enough"
+        text += f"; none was found for {size(advice.little)}" if advice.little else ""
     return f"{text}; any plan needs {size(advice.proven)}, proven" if advice.proven else text
