@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,6 +15,7 @@ from autoshard.solvers.staged import (
     EVERY,
     FIRST,
     NEXT,
+    NOTHING,
     RESIDENT,
     Amount,
     StagedAnswer,
@@ -85,7 +87,8 @@ def anything(rng: Random) -> StagedProblem:
             if a != b and rng.random() < 0.85
         }
         sends = {a: rng.choice([0, 1, 2]) * 0.5 for a in range(3)} if op.part != RESIDENT else {}
-        values.append(StagedValue(f"v{i}", i, tuple(rng.randrange(3) for _ in op.costs), moves, sends))
+        buffers = {a: 1.0 - sent for a, sent in sends.items()}
+        values.append(StagedValue(f"v{i}", i, tuple(rng.randrange(3) for _ in op.costs), moves, sends, buffers))
         uses += [StagedUse(len(values) - 1, j, tuple(rng.randrange(3) for _ in ops[j].costs)) for j in readers]
     legal = tuple(rng.random() < 0.85 for _ in range(blocks - 1))
     in_flight = tuple(min(microbatches, stages - s) for s in range(stages))
@@ -114,7 +117,8 @@ def layers(rng: Random) -> StagedProblem:
         placements = tuple(rng.randrange(2) for _ in ops[op].costs)
         moves = {(a, 1 - a): Amount(rng.uniform(0, 1), 0.0, 0.0, rng.choice([0.0, rng.uniform(0, 1)])) for a in range(2)}
         sends = {a: rng.uniform(0, 0.3) for a in range(2)} if ops[op].part != RESIDENT else {}
-        values.append(StagedValue(f"v{op}", op, placements, moves, sends))
+        buffers = {a: 0.3 - sent for a, sent in sends.items()}  # what sends less is held longer
+        values.append(StagedValue(f"v{op}", op, placements, moves, sends, buffers))
         for reader, link in readers:
             uses.append(StagedUse(len(values) - 1, reader, tuple(rng.randrange(2) for _ in ops[reader].costs), link))
 
@@ -167,6 +171,7 @@ def folded_against_exact(seed: int) -> float | None:
     assert evaluate_staged(problem, found.answer).objective == pytest.approx(found.objective)
     assert found.bound <= exact.objective * (1 + 1e-7)
     assert found.objective >= exact.objective * (1 - 1e-7)
+    assert solve_folded(problem, cutoff=exact.objective * 1.001).objective >= exact.objective * (1 - 1e-7)  # not TooSlow
     return found.objective / exact.objective - 1
 
 
@@ -185,6 +190,17 @@ def test_folded_layers(start):
 @pytest.mark.timeout(3600)
 def test_hundreds_of_folded_layers():
     check_folded(range(1000, 1500))
+
+
+def test_a_cut_costs_what_crosses_it_at_least():
+    """A value that the last of three blocks reads crosses both cuts, and so does one of the others; the cheapest placement counts."""
+    ops = tuple(StagedOp(f"op{i}", (NOTHING, NOTHING), i) for i in range(3))
+    skip = StagedValue("skip", 0, (0, 1), {}, {0: 3.0, 1: 2.0}, {0: 10.0, 1: 20.0})
+    near = [StagedValue(f"near{i}", i, (0, 0), {}, {0: sent}, {0: 1.0}) for i, sent in enumerate((5.0, 4.0))]
+    uses = (StagedUse(0, 2, (0, 1)), StagedUse(1, 1, (0, 0)), StagedUse(2, 2, (0, 0)))
+    problem = StagedProblem(ops, (skip, *near), uses, (0, 1, 2), (True, True), (1, 1), 1, 1.0)
+    assert problem.least_cut == (6.0, 11.0)
+    assert replace(problem, legal=(True, False)).least_cut == (7.0, 11.0)
 
 
 def tied(limit: float) -> StagedProblem:
