@@ -56,7 +56,7 @@ class LinearProgram:
         self.entries.extend((row, column, factor) for column, factor in sorted(terms.items()) if factor)
         return row
 
-    def solve(self, relaxed: bool = False, time_limit: float = 60.0, gap: float = 1e-9) -> LinearAnswer | None:
+    def solve(self, relaxed: bool = False, time_limit: float = 60.0, gap: float = 1e-9, presolve: bool = True) -> LinearAnswer | None:
         """None if there is no answer. ``relaxed``: integers may be fractions. Raises SolverError where HiGHS fails."""
         model = model_pb2.ModelProto()
         model.variables.ids.extend(range(len(self.costs)))
@@ -74,7 +74,7 @@ class LinearProgram:
             matrix.row_ids.append(row)
             matrix.column_ids.append(column)
             matrix.coefficients.append(factor)
-        result = highs(mathopt.Model.from_model_proto(model), time_limit, gap, 1e-9)
+        result = highs(mathopt.Model.from_model_proto(model), time_limit, gap, 1e-9, presolve)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return None
@@ -92,7 +92,7 @@ class LinearProgram:
         )
 
 
-def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float, **more) -> mathopt.SolveResult:
+def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float, presolve: bool = True, **more) -> mathopt.SolveResult:
     """Solve with HiGHS on one thread. gap, difference: relative and absolute, at which an answer is good enough. more: for math_opt.
 
     Raises SolverError where it fails.
@@ -102,6 +102,7 @@ def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float
         time_limit=datetime.timedelta(seconds=time_limit),
         relative_gap_tolerance=gap,
         absolute_gap_tolerance=difference,
+        presolve=None if presolve else mathopt.Emphasis.OFF,
         highs=options,
     )
     with _stdout_to_stderr():
