@@ -221,7 +221,7 @@ class _Search:
         flight = max(self.problem.in_flight)
         small = Amount(fast.seconds * TINY, fast.once * TINY, weight, weight * flight, weight)
         between = [Amount(fast.seconds, fast.once, weight / share, weight * flight / share) for share in _BETWEEN]
-        self.ask({part: [small, *between] for part in self.parts}, {part: [small, *between] for part in self.parts})
+        self.ask({part: [small, *between] for part in self.parts}, {part: [small, between[0]] for part in self.parts})
 
     def ask(self, wanted: dict[int, list[Amount]], first: dict[int, list[Amount]]) -> bool:
         """Ask the parts, also for what goes well with the others' choices, and for bounds of first blocks. Whether anything is new."""
