@@ -238,11 +238,12 @@ class _Adviser:
             while True:
                 try:
                     plan = self.attempt(replace(self.wanted, limit=trial), mesh, m, share=SHARE)
-                except InfeasibleError as error:
+                except PlanError as error:
                     below = trial
                     if advice.enough is None:
                         advice.little = trial
-                        trial, growth = readable(max(trial * growth, min(error.least, trial * LARGE))), growth**2
+                        least = error.least if isinstance(error, InfeasibleError) else trial
+                        trial, growth = readable(max(trial * growth, min(least, trial * LARGE))), growth**2
                         continue
                 else:
                     first = advice.enough is None

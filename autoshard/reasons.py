@@ -1,12 +1,14 @@
 """Why the plan is as it is: of one op, parameter or input, what was chosen, what each alternative would cost, and what can't be.
 
 An alternative is priced with everything else left as it is: what the op itself would take, and what the conversions of its operands and
-results would. It is for all instances of an op in layers that are planned alike.
+results would. It is for all instances of an op in layers that are planned alike. With the nearest ones the whole plan is predicted again:
+what ZeRO, recomputation and overlap make of it, and memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import fx
 
@@ -23,9 +25,14 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.planner import Decision, restore
 from autoshard.planning.problem import Built, build, classes_of, move_seconds
 from autoshard.planning.strategies import Annotated, annotate, split_heavy
+from autoshard.predict import predict
 from autoshard.program import Program, shape_of, tensors
 from autoshard.rules.notation import Strategy
 from autoshard.solvers.sharding import evaluate
+from autoshard.tasks import convert
+
+PREDICTED = 3
+"""So many alternatives, by their prices, are predicted."""
 
 NOISE = 1e-8  # seconds; what the problem adds to conversions to break ties is less
 
@@ -82,8 +89,10 @@ class _Asked:
                 continue
             own = problem.ops[op].count * (problem.ops[op].costs[i] - problem.ops[op].costs[mine])
             total = price.objective - base
-            found.append(Alternative(*self._words(node, strategy), own, total - own, self._moves(node, op, strategy)))
-        found.sort(key=lambda a: (a.own + a.neighbours, a.choice))
+            found.append((Alternative(*self._words(node, strategy), own, total - own, self._moves(node, op, strategy)), strategy))
+        found.sort(key=lambda pair: (pair[0].total, pair[0].choice))
+        nearest = [replace(a, predicted=self._predicted(op, strategy)) for a, strategy in found[:PREDICTED]]
+        found = nearest + [a for a, _ in found[PREDICTED:]]
         words = self._words(node, options[mine])
         moves = self._paid(node, op, options[mine])
         return Why(
@@ -100,10 +109,21 @@ class _Asked:
             own=problem.ops[op].count * problem.ops[op].costs[mine],
             conversions=tuple(sorted(moves, key=lambda m: -m.seconds)),
             tight=bool(self.plan.zero and any(self.plan.zero.values()) or self.plan.regions),
+            step=self.plan.step_seconds,
+            peak=self.plan.peak_bytes,
+            limit=self.plan.memory_limit,
             cheaper=tuple(a for a in found if a.own <= NOISE),
             dearer=tuple(a for a in found if a.own > NOISE),
             unavailable=tuple(unavailable),
         )
+
+    def _predicted(self, op: int, strategy: Strategy) -> tuple[float, float]:
+        """Seconds of a step and bytes of the fullest rank more than the plan's, with another strategy of an op."""
+        plan = self.plan
+        chosen = {**self.decision.chosen, **dict.fromkeys(self.built.members[op], strategy)}
+        decision = Decision(chosen, self.decision.stages, {}, plan.zero, plan.regions, plan.kept, plan.offload)
+        other = predict(replace(plan, params={}, stage_rows=[], breakdown={}), convert(self.program, decision), self.cluster)
+        return other.step_seconds - plan.step_seconds, other.peak_bytes - plan.peak_bytes
 
     def _node(self, name: str) -> fx.Node:
         """What a name names: of a module, the op that does most of its work, or the last."""

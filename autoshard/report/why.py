@@ -26,8 +26,9 @@ def why(answer: Why, every: bool = False) -> list[Part]:
     parts.append(Line(f"it takes {duration(answer.own)} of a step, estimated" if answer.own else "it takes no time itself"))
     for move in answer.conversions:
         parts.append(Line(f"{_moved(move)} takes {duration(move.seconds)}" + (" a layer" if answer.instances > 1 else "")))
+    parts += _nearest(answer)
     if answer.tight:
-        parts.append(Line("the plan was also made to save memory, which these prices do not show"))
+        parts.append(Line("the plan was also made to save memory, which the prices below do not show"))
     parts += _group("No dearer themselves, but their neighbours would pay", answer.cheaper, every)
     parts += _group("Dearer themselves", answer.dearer, every)
     parts.append(Title("Unavailable"))
@@ -37,6 +38,20 @@ def why(answer: Why, every: bool = False) -> list[Part]:
     for reason, choices in reasons.items():
         parts.append(Line(f"{_some(choices, every)}: {reason}"))
     return parts if reasons else [*parts, Line("none")]
+
+
+def _nearest(answer: Why) -> list[Part]:
+    """What the nearest alternatives would do to the whole plan."""
+    rows = []
+    for item in answer.nearest:
+        seconds, nbytes = item.predicted
+        share = f" ({100 * seconds / answer.step:+.2g} %)" if abs(seconds) >= 1e-9 else ""
+        more = f"{'-' if nbytes < 0 else '+'}{size(abs(nbytes))}" if abs(nbytes) >= 1 else "0"
+        rows.append((item.choice, _signed(seconds) + share, more, "does not fit" if answer.peak + nbytes > answer.limit else ""))
+    if not rows:
+        return []
+    title = f"Nearest, all else left as it is; now a step takes {duration(answer.step)}, the fullest rank {size(answer.peak)}"
+    return [Title(title), Table(("choice", ">step", ">fullest rank", ""), tuple(rows))]
 
 
 def _group(title: str, found: tuple[Alternative, ...], every: bool) -> list[Part]:
