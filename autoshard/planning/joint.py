@@ -25,7 +25,7 @@ from autoshard.solvers.folded import Effort, OutOfMemory, TooSlow, proven, solve
 from autoshard.solvers.problem import SolverError
 from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
 
-_TRIES = 5  # of plans whose memory was estimated badly
+_TRIES = 8  # of plans whose memory was estimated badly
 _SLOW, _ROOM = 0.01, 0.03  # a plan so much above the bound that leaves so much memory: the limit was felt too early
 
 
