@@ -14,7 +14,7 @@ from . import sharding
 from .elimination import cheapest
 from .linear import LinearProgram
 from .network import INF, Network
-from .problem import Infeasible, Op, ShardingProblem, Use, Value
+from .problem import Evaluation, Infeasible, Op, ShardingProblem, Use, Value
 from .reduce import reduce, thin
 from .staged import FIRST, HERE, NEXT, NOTHING, RESIDENT, Amount, StagedProblem
 
@@ -121,43 +121,32 @@ class Part:
             if problem.values[use.value].op in self.own and problem.ops[use.op].part != self.index:
                 self.after[use.value].append(use)
         self.at = {op: i for i, op in enumerate(self.own + self.outside)}
-        self.moves = {
-            index: (list(problem.values[index].moves), np.array(list(problem.values[index].moves.values())).reshape(-1, len(NOTHING)))
-            for index in [*(index for index, _, _ in self.inner + self.opening), *self.after]
-        }
-
         self.cases = self._cases()
 
-    def priced(self, prices: Amount, kept: list[list[int]], beside: Mapping[int, int], first: bool = False) -> ShardingProblem:
-        """The sharding problem of one block at prices.
+    def unpriced(self, kept: list[list[int]], beside: Mapping[int, int], first: bool) -> ShardingProblem:
+        """The sharding problem of one block, of which nothing costs anything.
 
         kept: the strategies that are left, of own and outside ops. beside: strategies of ops of other parts, which may read its values.
         first: of the first block.
         """
         problem = self.problem
-        ops = []
-        for i, left in zip(self.own + self.outside, kept):
-            share = self.shares.get(i, 1.0)
-            ops.append(Op(problem.ops[i].name, tuple(share * problem.ops[i].costs[k].priced(prices) for k in left)))
+        ops = [Op(problem.ops[i].name, (0.0,) * len(left)) for i, left in zip(self.own + self.outside, kept)]
         values, uses = [], []
-        inner = {index: (readers, share) for index, readers, share in (self.opening if first else self.inner)}
+        inner = {index: readers for index, readers, _ in (self.opening if first else self.inner)}
         for index in dict.fromkeys([*inner, *(self.after if beside else ())]):
-            readers, share = inner.get(index, ((), 1.0))
             value, left = problem.values[index], kept[self.at[problem.values[index].op]]
-            pairs, amounts = self.moves[index]
-            moves = dict(zip(pairs, (amounts @ (share * np.array(prices))).tolist()))
-            for use in readers:
+            for use in inner.get(index, ()):
                 uses.append(Use(len(values), self.at[use.op], tuple(use.demands[k] for k in kept[self.at[use.op]])))
             for use in self.after[index] if index in self.after else ():
                 if use.op in beside:
                     uses.append(Use(len(values), len(ops), (use.demands[beside[use.op]],)))
                     ops.append(Op(problem.ops[use.op].name, (0.0,)))
-            values.append(Value(value.name, self.at[value.op], tuple(value.placements[k] for k in left), moves))
+            values.append(Value(value.name, self.at[value.op], tuple(value.placements[k] for k in left), {}))
         return ShardingProblem(tuple(ops), tuple(values), tuple(uses))
 
     def network(self, kept: list[list[int]], beside: Mapping[int, int], first: bool) -> PricedNetwork:
-        """The sharding problem of one block, to be priced; arguments as for ``priced``."""
-        zero = self.priced(NOTHING, kept, beside, first)
+        """The sharding problem of one block, to be priced; arguments as for ``unpriced``."""
+        zero = self.unpriced(kept, beside, first)
         shares = [self.shares.get(i, 1.0) for i in self.own + self.outside]
         costs = [
             share * np.array([self.problem.ops[i].costs[k] for k in left]) for i, left, share in zip(self.own + self.outside, kept, shares)
@@ -284,8 +273,11 @@ class Part:
             reduce(net)
             found = cheapest(net)
         if found is None:
-            solution = sharding.solve(self.priced(prices, kept, beside, first), time_limit=time_limit)
-            choices, bound = solution.choices, solution.bound
+            solved = sharding.solve_network(net, lambda choices: Evaluation(network.price(choices, prices), []), time_limit)
+            if solved is None:
+                raise Infeasible("the block has no consistent choice")
+            choices, price, answer, _ = solved
+            bound = sharding.bound_of(net, answer, price)
         else:
             choices = net.recover(found)
             bound = network.price(choices, prices)

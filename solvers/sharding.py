@@ -56,18 +56,15 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
         seconds = time.perf_counter() - start
         solver = "elimination" if chosen else "presolve"
         return ShardingSolution(choices, price.objective, price.objective, seconds, seconds, "optimal", solver, 0)
-    program = FlowProgram(net)
     built = time.perf_counter()
-    if progress:
-        progress(
-            f"{sizes}; after presolve {len(program.x)} ops, "
-            f"{program.integers} strategies, {program.columns - program.integers} flow variables, {program.rows} rows"
-        )
-    choices, price, answer, variables = _integer_program(problem, net, program, time_limit, progress)
+    found = solve_network(net, lambda choices: evaluate(problem, choices), time_limit, progress)
+    if found is None:
+        raise _explain(problem)
+    choices, price, answer, variables = found
     return ShardingSolution(
         choices=choices,
         objective=price.objective,
-        bound=min(max(answer.bound + net.offset, 0.0), price.objective),  # nothing has a negative price
+        bound=bound_of(net, answer, price),
         seconds=time.perf_counter() - start,
         build_seconds=built - start,
         status="optimal" if answer.optimal else "time limit",
@@ -76,17 +73,29 @@ def solve(problem: ShardingProblem, time_limit: float = 60.0, progress: Callable
     )
 
 
-def _integer_program(
-    problem: ShardingProblem, net: Network, program: FlowProgram, time_limit: float, progress: Callable[[str], None] | None
-) -> tuple[tuple[int, ...], Evaluation, Answer, int]:
-    """Choices and their price, HiGHS's answer, and how many variables it was given at first."""
+def solve_network(
+    net: Network,
+    evaluated: Callable[[tuple[int, ...]], Evaluation],
+    time_limit: float,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[tuple[int, ...], Evaluation, Answer, int] | None:
+    """Choices for a network that is reduced, their price by ``evaluated``, HiGHS's answer, and how many variables it was given at first.
+
+    None if no choice is consistent. Raises SolverError.
+    """
+    program = FlowProgram(net)
+    if progress:
+        progress(
+            f"{len(net.costs)} ops; after presolve {len(program.x)} ops, "
+            f"{program.integers} strategies, {program.columns - program.integers} flow variables, {program.rows} rows"
+        )
     variables, scale = program.columns, net.scale()
     for _ in range(ATTEMPTS):
         answer = run(program, scale, time_limit, progress)
         if answer is None:
-            raise _explain(problem)
+            return None
         choices = net.recover(answer.chosen)
-        price, claimed = evaluate(problem, choices), answer.price + net.offset
+        price, claimed = evaluated(choices), answer.price + net.offset
         over = price.objective - claimed  # an unfinished answer may hold flows that its own x make cheaper, a finished one may not
         agrees = (abs(over) if answer.optimal else over) <= AGREEMENT * max(claimed, price.objective)
         if price.violations or price.objective == 0.0 or agrees and (price.objective * scale >= FINE or not answer.optimal):
@@ -98,6 +107,11 @@ def _integer_program(
     if price.violations or not (agrees or price.objective == 0.0):
         raise SolverError(f"the solver claims {claimed!r} s, evaluate says {price.objective!r} s {price.violations}")
     return choices, price, answer, variables
+
+
+def bound_of(net: Network, answer: Answer, price: Evaluation) -> float:
+    """Seconds that no choice is cheaper than; nothing has a negative price."""
+    return min(max(answer.bound + net.offset, 0.0), price.objective)
 
 
 def _explain(problem: ShardingProblem) -> Infeasible:
