@@ -90,7 +90,7 @@ def _shared_flags() -> argparse.ArgumentParser:
     flags.add_argument("--offload", metavar="WHAT", default="auto", help="to the host: optimizer, off or auto (default: what must)")
     flags.add_argument("--random", choices=("invariant", "native"), help="dropout masks: invariant to the mesh (default), or torch's own")
     flags.add_argument(
-        "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default: 1F1B)"
+        "--schedule", metavar="NAME", default="auto", help=f"of the pipeline: {', '.join(PIPELINED)} or auto (default: what is best)"
     )
     flags.add_argument(
         "--pin", action="append", default=[], metavar="NAME=AXIS:PLACEMENT",

@@ -17,6 +17,7 @@ from autoshard.planning.comparison import Comparison, Row
 from autoshard.planning.plan import Plan
 from autoshard.planning.planner import NOTHING, Decision, Saving, save
 from autoshard.schedule import Schedule, schedule_of
+from autoshard.scheduling import hoped, under
 from autoshard.searching import Wanted, wanted_of
 from autoshard.tasks import LongTask, Outline, Task, default_schedule
 
@@ -84,8 +85,9 @@ class _Planner:
         reason = ""
         candidates = {mesh: microbatch_candidates(self.wanted.program, mesh, self.wanted.microbatches) for mesh in meshes}
         self.outlines.clear()
-        for mesh in sorted(meshes, key=lambda mesh: min(self.share(mesh, m) for m in candidates[mesh])):
-            given = (mesh, partial(self.attempt, best, baseline, savings, mesh), partial(self.finished, mesh), self.known(best))
+        for mesh in sorted(meshes, key=lambda mesh: min(self.share(baseline, mesh, m) for m in candidates[mesh])):
+            attempt, finish = partial(self.attempt, best, baseline, savings, mesh), partial(self.finished, baseline, mesh)
+            given = (mesh, attempt, finish, self.known(best))
             try:
                 found = self.wanted.over_microbatches(*given)
             except SlowerError:
@@ -103,7 +105,7 @@ class _Planner:
     def attempt(self, best: list[Plan], baseline: Baseline, savings: tuple[Saving, ...], mesh: Mesh, m: int) -> Plan | Outline:
         """The plan for ``m``, or its outline. Raises SlowerError if it can't be faster than the best one, which fits."""
         known = self.known(best)
-        if SLACK * self.one_device * self.share(mesh, m) >= known < float("inf"):
+        if SLACK * self.one_device * self.share(baseline, mesh, m) >= known < float("inf"):
             raise SlowerError(f"{m} micro-batches on mesh {mesh} are slower than the best")
         self.progress(f"{baseline.name} on {mesh}, {m} micro-batch{'es' * (m > 1)}")
         wanted = replace(self.wanted, schedule=self.placed(mesh).name)
@@ -111,10 +113,31 @@ class _Planner:
         drafts = [(task, self.outlined(task)) for task in tasks if isinstance(task, LongTask)]
         if drafts and all(isinstance(draft, Outline) for _, draft in drafts):
             self.outlines[mesh, m] = min(drafts, key=lambda entry: self.wanted.rank(entry[1]))
-            return self.outlines[mesh, m][1]
-        found = self.restricted(tasks)
+            task, outline = self.outlines[mesh, m]
+            return replace(outline, step_seconds=outline.step_seconds * self.hope(baseline, task, outline))
+        found = self.quickest(baseline, tasks[0], self.restricted(tasks))
         self.one_device = min(self.one_device, found.one_device_seconds)
         return found
+
+    def schedules(self, baseline: Baseline, mesh: Mesh) -> tuple[Schedule, ...]:
+        """What it runs beside the usual."""
+        return baseline.schedules if self.wanted.schedule == "auto" and mesh.pipeline > 1 else ()
+
+    def hope(self, baseline: Baseline, task: Task, made: Plan | Outline) -> float:
+        """The share of its time that another schedule may need."""
+        seconds = [hoped(made, placed, task.cluster) for placed in self.schedules(baseline, task.mesh)]
+        return min([made.step_seconds, *seconds]) / made.step_seconds
+
+    def quickest(self, baseline: Baseline, task: Task, plan: Plan) -> Plan:
+        """The plan under the best of the baseline's schedules."""
+        plans = [plan]
+        for placed in self.schedules(baseline, task.mesh):
+            if hoped(plan, placed, task.cluster) < min(plans, key=self.wanted.rank).step_seconds and plan.peak_bytes <= self.wanted.limit:
+                try:
+                    plans.append(under(placed, task, plan))
+                except PlanError:
+                    continue
+        return min(plans, key=self.wanted.rank)
 
     def outlined(self, task: LongTask) -> Plan | Outline:
         """The first outline of a baseline is made even if it can't fit: then what it would need."""
@@ -126,11 +149,12 @@ class _Planner:
                 self.outlines[task.mesh, task.m] = unlimited, unlimited.drafted()
             raise
 
-    def finished(self, mesh: Mesh, draft: Plan | Outline, cutoff: float) -> Plan:
+    def finished(self, baseline: Baseline, mesh: Mesh, draft: Plan | Outline, cutoff: float) -> Plan:
         """The plan of a draft, as far as its baseline can make it fit."""
         if isinstance(draft, Plan):
             return draft
-        found = self.outlines[mesh, draft.microbatches][0].finished(draft, cutoff)
+        task, outline = self.outlines[mesh, draft.microbatches]
+        found = self.quickest(baseline, task, task.finished(outline, cutoff / self.hope(baseline, task, outline)))
         self.one_device = min(self.one_device, found.one_device_seconds)
         return found
 
@@ -139,11 +163,11 @@ class _Planner:
         task, draft = min(self.outlines.values(), key=lambda entry: entry[1].peak_bytes)
         return replace(replace(task, limit=None).finished(draft), memory_limit=self.wanted.limit)
 
-    def share(self, mesh: Mesh, m: int) -> float:
+    def share(self, baseline: Baseline, mesh: Mesh, m: int) -> float:
         """The least share of one device's time that a step can take: all work divided by all ranks, and the pipeline's bubble."""
-        p = mesh.pipeline
-        bubble = (m + p - 1) / m if self.placed(mesh).name in ("none", "GPipe", "1F1B") else 1.0
-        return bubble / mesh.size
+        p, usual = mesh.pipeline, self.placed(mesh).name in ("none", "GPipe", "1F1B")
+        chunks = max((placed.chunks for placed in self.schedules(baseline, mesh)), default=1)
+        return ((m + (p - 1) / chunks) / m if usual else 1.0) / mesh.size
 
     def placed(self, mesh: Mesh) -> Schedule:
         auto = self.wanted.schedule == "auto" or mesh.pipeline == 1

@@ -76,7 +76,7 @@ def plan(
         recompute: "on": backward computes the activations of each layer again instead of keeping them; "off". "auto": for each layer, and
             each value in it, what is best.
         schedule: of the pipeline: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble" or "ZBVZeroBubble", the last three with two
-            stages a rank. "auto" is "1F1B".
+            stages a rank. "auto" is what is predicted to be fastest of those that fit; "1F1B" where no other is faster by 1 %.
         offload: "optimizer": all trained parameters are updated on the host, and what the optimizer keeps of them is in its memory; "off".
             "auto": for each parameter what is best where memory is short, else "off"; "off" on a CPU, whose memory is the host's.
         precision: what forward and backward compute in: "fp32", as the model is; "bf16" or "fp16", in a copy of the model of that dtype, of
@@ -222,7 +222,9 @@ class Prepared:
         refused: PlanError | None = None
         for m in dict.fromkeys([first.microbatches, *microbatch_candidates(program, mesh, None)]):
             try:
-                plan = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving, schedule=placed)
+                placed.check(m, mesh.pipeline, first.chunks)
+                plan = plan_for(captured, program, first.model, mesh, cluster, first.memory_limit, m, pins, saving=saving)
+                plan.schedule, plan.chunks = first.schedule, first.chunks
                 if mesh.pipeline > 1:
                     plan.stages = same_stages(first, self.rewritten.stages, unread, passes.run("microbatch", program, m).program)
             except PlanError as error:

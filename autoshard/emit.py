@@ -138,6 +138,9 @@ def _declare(rank: RankProgram, names: dict[str, str]) -> list[str]:
         if sync:
             parts.append(f"sync={literal(sync)}")
         parts.append(f"stages={literal(rank.holders.get(placeholder, (0,)))}")
+        chunk = next((i for i, program in enumerate(rank.wholes) if placeholder in program.params), 0)
+        if chunk:
+            parts.append(f"chunk={chunk}")
         if param.kind != "parameter":
             parts.append(f'kind="{param.kind}"')
         if not param.persistent:

@@ -10,7 +10,7 @@ The names are those of ``torch.distributed.pipelining``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.errors import PlanError
 
@@ -30,6 +30,10 @@ class Schedule:
     most: int = 1
     folds: bool = False
     splits: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} x {self.chunks}" if self.chunks > 1 else self.name
 
     @property
     def listed(self) -> bool:
@@ -84,6 +88,16 @@ backward; with fewer micro-batches than ranks it is run as GPipe, which has the 
 the same with several stages a rank, so that less time is lost at both ends. Zero bubble (Qi et al., 2023, ZB-H1 and ZB-V): gradients of
 weights are computed where a rank would wait otherwise.
 """
+
+INTERLEAVED = (SCHEDULES["Interleaved1F1B"], replace(SCHEDULES["Interleaved1F1B"], chunks=4))
+
+TRIED = (
+    *INTERLEAVED,
+    replace(SCHEDULES["InterleavedZeroBubble"], chunks=1),
+    SCHEDULES["InterleavedZeroBubble"],
+    SCHEDULES["ZBVZeroBubble"],
+)
+"""What is tried beside 1F1B: of two that are as good the earlier is taken, which is simpler to run."""
 
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Run max(1, m // p) rounds of equally many micro-batches."""

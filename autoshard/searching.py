@@ -24,6 +24,7 @@ from autoshard.planning.planner import Narrow, Saving
 from autoshard.predict import check_memory
 from autoshard.program import Program
 from autoshard.schedule import schedule_of
+from autoshard.scheduling import quickest
 from autoshard.solvers.folded import Effort
 from autoshard.tasks import BLOCKS, Cuts, LongTask, Outline, Task, default_schedule
 from autoshard.tracing import few_collections
@@ -84,10 +85,15 @@ class Wanted:
 
     def best(self, mesh: Mesh | int) -> Plan:
         """The best plan for a mesh, or over the meshes of a number of devices. Raises PlanError."""
-        return replace(self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh), random=self.random)
+        plan = self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh)
+        if self.schedule == "auto":
+            made = {at: draft for at, draft in self._drafts.items() if isinstance(mesh, int) or at[0] == plan.mesh}
+            made[plan.mesh, plan.microbatches] = plan
+            plan = quickest(plan, [(self.task(*at), each) for at, each in made.items()])
+        return replace(plan, random=self.random)
 
     def on(self, mesh: Mesh, cutoff: float = float("inf"), effort: Effort = THOROUGH) -> Plan:
-        """The best plan for a mesh, over the numbers of micro-batches.
+        """The best plan for a mesh, over the numbers of micro-batches, under 1F1B or the schedule that was asked for.
 
         cutoff: as for ``over_microbatches``. effort: of solvers, for each of them. Raises PlanError.
         """

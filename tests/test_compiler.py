@@ -60,7 +60,8 @@ def test_a_data_axis_divides_the_batch(name):
 def test_a_pipeline_halves_the_parameters(name):
     made = plan(name, (1, 1, 2))
     total = sum(p.numel() for p in MODELS[name].tiny()[0].parameters())
-    assert all(0.3 * total < row.parameters < 0.75 * total for row in made.stage_rows)
+    held = [sum(row.parameters for row in made.stage_rows if row.rank == rank) for rank in range(2)]
+    assert all(0.2 * total < parameters < 0.8 * total for parameters in held)
     assert made.microbatches >= 2 and 0 < made.bubble < 0.5
 
 

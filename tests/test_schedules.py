@@ -1,5 +1,9 @@
 """Pipeline schedules: equal to one device, in any placement of stages; their predicted time and memory against their lists of actions."""
 
+import functools
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 import torch
 from pipeline_events import put_off, run
@@ -8,11 +12,18 @@ from torch import nn
 from workers import run_on
 
 import autoshard
+from autoshard.cluster import Cluster
 from autoshard.compiler import source
 from autoshard.cost.pipeline import StageTime, half_done, in_flight, step_seconds
 from autoshard.errors import PlanError
+from autoshard.mesh import Mesh
+from autoshard.planning.comparison import NEAR
+from autoshard.planning.recut import balanced
+from autoshard.report.explain import explain_text
 from autoshard.runtime.split import first_inputs, then_weights
-from autoshard.schedule import SCHEDULES, schedule_of
+from autoshard.schedule import SCHEDULES, TRIED, schedule_of
+from autoshard.scheduling import under
+from autoshard.searching import search, wanted_of
 
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 SIZES = [(p, m) for p in (2, 3, 4) for m in (1, 2, 3, 4, 5, 8, 12)]
@@ -106,6 +117,72 @@ def test_wrong_choices(options, said):
         autoshard.plan(model, options.pop("mesh"), batch, **options)
 
 
+# --- which one is the fastest ----------------------------------------------------------------------------------------------
+
+
+def searched(mesh=(1, 1, 2), **options):
+    return search(case("gpt2").captured, "GPT-2", Mesh(*mesh), **options)
+
+
+@functools.cache
+def usual():
+    """Under 1F1B, in 4 micro-batches on two ranks."""
+    return searched(schedule="1F1B", microbatches=4)
+
+
+def test_auto_is_faster_than_any_that_is_asked_for():
+    """But for as much as two schedules may differ and still be as good as each other."""
+    found = searched(microbatches=4)
+    forced = {name: searched(microbatches=4, schedule=name).step_seconds for name in ("GPipe", "1F1B", *SEVERAL)}
+    assert found.schedule != "1F1B" and found.step_seconds < 0.95 * forced["1F1B"]
+    assert (1 - NEAR) * found.step_seconds <= min(forced.values())
+    rows = {row["schedule"]: row["step_seconds"] for row in found.solver["schedules"]}
+    assert rows["1F1B"] == usual().step_seconds and min(rows.values()) >= (1 - NEAR) * found.step_seconds
+
+
+def test_what_is_known_of_one_schedule_is_not_said_of_another():
+    found = searched(microbatches=4)
+    text = " ".join(explain_text(found).split())
+    assert "gap" not in found.solver and f"that is of 1F1B: of {found.schedule} no bound is known" in text
+    assert "schedules tried (x stages a rank): 1F1B" in text
+    assert "no bound is known" not in explain_text(usual()) and usual().schedule == "1F1B"
+
+
+def test_where_another_schedule_gains_next_to_nothing_it_is_1f1b():
+    """Two ranks that share a processor wait for nothing; and the fastest has to fit."""
+    alone = replace(Cluster.of("cpu"), cores=1.0)
+    found = searched(microbatches=4, cluster=alone)
+    assert found.schedule == "1F1B" and len(found.solver["schedules"]) == 1
+    assert "no other was expected to take 1 % less" in explain_text(found)
+    best = searched(microbatches=4)
+    assert usual().peak_bytes < best.peak_bytes
+    tight = searched(microbatches=4, memory=usual().peak_bytes)
+    assert tight.schedule == "1F1B" and tight.peak_bytes <= usual().peak_bytes
+    assert any(not row["fits"] for row in tight.solver["schedules"])
+
+
+def step_of(first, times, placed, ranks, m):
+    """Seconds of a step if stages begin at these blocks; a cut between ranks costs each of them 0.01."""
+    stages = ranks * placed.chunks
+    cuts = [0.0, *(0.01 * (placed.rank_of(s, ranks) != placed.rank_of(s + 1, ranks)) for s in range(stages - 1)), 0.0]
+    work = [sum(times[a:b]) + x + y for a, b, x, y in zip(first, [*first[1:], len(times)], cuts, cuts[1:])]
+    return step_seconds(placed.name, ranks, [StageTime(t / 3, t / 3, t / 3) for t in work], m)
+
+
+@pytest.mark.parametrize("placed", [*TRIED, SCHEDULES["1F1B"]], ids=lambda placed: placed.title)
+def test_ranks_are_cut_alike(placed):
+    """Against the best of all cuts of a few blocks of very different sizes; more are cut better."""
+    generator = torch.Generator().manual_seed(1)
+    ranks, m = 2, 4
+    stages = ranks * placed.chunks
+    for _ in range(3):
+        times = (0.2 + torch.rand(stages + 4, generator=generator, dtype=torch.float64)).tolist()
+        found = balanced(times, [0.01] * (len(times) - 1), placed, ranks, m)
+        assert found[0] == 0 and len(found) == stages and all(a < b for a, b in zip(found, [*found[1:], len(times)]))
+        least = min(step_of((0, *cuts), times, placed, ranks, m) for cuts in combinations(range(1, len(times)), stages - 1))
+        assert step_of(found, times, placed, ranks, m) <= 1.08 * least
+
+
 # --- on processes: the schedules of torch.distributed.pipelining themselves ----------------------------------------------
 
 
@@ -173,6 +250,36 @@ def test_equal_on_processes(mesh, names, zero):
                 torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-10, msg=f"{name}: {key}")
 
 
+def automatic(rank):
+    model, batch = deep()
+    sharded = autoshard.compile(model, (1, 1, 2), batch, microbatches=4)
+    losses = train(sharded, batch, sharded.optimizer(torch.optim.AdamW, lr=1e-2))
+    half = {"x": batch["x"][:6]}  # planned again, for the schedule that the weights are placed for
+    with torch.no_grad():
+        losses.append(sharded(**half)[0].item())
+    return sharded.plan.schedule, sharded.plan.chunks, losses, sharded.state_dict()
+
+
+def test_what_auto_takes_is_equal_on_processes():
+    model, batch = deep()
+    want = train(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with torch.no_grad():
+        want.append(model(batch["x"][:6])[0].item())
+    for schedule, _, losses, state in run_on(2, automatic, timeout=110):
+        assert schedule not in ("GPipe", "1F1B")
+        assert losses == pytest.approx(want, rel=1e-9)
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-10, msg=key)
+
+
+@pytest.mark.parametrize("placed", TRIED, ids=lambda placed: placed.title)
+def test_every_schedule_that_is_tried_is_equal(placed):
+    """With the decisions of a plan for 1F1B, stages cut anew."""
+    wanted = wanted_of(case("gpt2").captured, "GPT-2", microbatches=4)
+    plan = case("gpt2").check_plan(replace(under(placed, wanted.task(Mesh(1, 1, 2), 4), usual()), random="invariant"))
+    assert (plan.schedule, plan.chunks, len(plan.stage_rows)) == (placed.name, placed.chunks, 2 * placed.chunks)
+
+
 # --- backward in two parts -----------------------------------------------------------------------------------------------
 
 
@@ -221,6 +328,12 @@ def test_two_parts_are_the_whole():
         assert (p.grad is None) == (want[name] is None)
         if p.grad is not None:
             torch.testing.assert_close(p.grad, want[name])
+
+
+def test_the_first_part_gives_what_can_be_sent():
+    layer, x = nn.Linear(4, 4), torch.randn(4, 3, requires_grad=True)
+    (gradient,), _ = first_inputs([layer(x.t())], [torch.randn(3, 4)], [x], layer.parameters())
+    assert gradient.is_contiguous()
 
 
 def test_no_part_does_the_work_of_the_other():

@@ -29,8 +29,10 @@ from autoshard.planning.strategies import Annotated
 from autoshard.program import Program, operands, result_of, tensors
 from autoshard.rules import matmul
 from autoshard.rules.notation import Choice, Strategy
+from autoshard.schedule import INTERLEAVED, Schedule
 
 DATA, TENSOR = 0, 1
+
 
 class Unsuited(PlanError):
     """A framework has no plan for this model on this mesh."""
@@ -41,7 +43,7 @@ class Baseline:
     """A framework's way to train a model.
 
     meshes: for a number of devices, those that it would use. savings: what it does to save memory; a later group is tried if nothing of
-    those before fits.
+    those before fits. schedules: of a pipeline, beside 1F1B.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Baseline:
     meshes: Callable[[int, Cluster], list[Mesh]]
     savings: tuple[tuple[Saving, ...], ...]
     narrow: Narrow
+    schedules: tuple[Schedule, ...] = ()
 
 
 def _flat(devices: int, cluster: Cluster) -> list[Mesh]:
@@ -228,11 +231,13 @@ BASELINES = (
     Baseline("ZeRO-3", "weights cut too", _flat, ((Saving(3, False),),), batch_over_data),
     Baseline("FSDP", "ZeRO-3, and each layer computed again in backward", _flat, ((Saving(3, True),),), batch_over_data),
     Baseline(
-        "Megatron", "the best data x tensor x pipeline with tensor inside a node, ZeRO-0 or 1, recomputation if nothing fits without",
-        _inside_nodes, ((Saving(0, False), Saving(1, False)), (Saving(1, True),)), megatron,
+        "Megatron",
+        "the best data x tensor x pipeline with tensor inside a node, 1F1B interleaved or not, ZeRO-0 or 1, recomputation if nothing fits "
+        "without",
+        _inside_nodes, ((Saving(0, False), Saving(1, False)), (Saving(1, True),)), megatron, INTERLEAVED,
     ),
     Baseline(
         "Megatron-SP", "the same, with the stream between layers cut along the sequence over tensor",
-        _wide_inside_nodes, ((Saving(0, False), Saving(1, False)), (Saving(1, True),)), megatron_sequence,
+        _wide_inside_nodes, ((Saving(0, False), Saving(1, False)), (Saving(1, True),)), megatron_sequence, INTERLEAVED,
     ),
 )  # fmt: skip

@@ -57,6 +57,8 @@ def _json(row: Row, ours: Row) -> dict:
         "mesh": list(plan.mesh.shape),
         **({"order": list(plan.mesh.order)} if plan.mesh.order else {}),
         "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "chunks": plan.chunks,
         "step_seconds": plan.step_seconds,
         "samples_per_second": plan.samples / plan.step_seconds,
         "tokens_per_second": plan.tokens / plan.step_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -72,15 +73,38 @@ def blocks(
 
     Raises PlanError if the graph has fewer legal cut points than the mesh has cuts.
     """
-    ops = program.ops
+    groups, alive = groups_of(program, pure, chosen, mesh, stages)
+    bounds = [Boundary(crossing_seconds(values, chosen, mesh, cluster), True) for values in alive]
+    seen: set[fx.Node] = set()
+    items = [_item(program, group, chosen, priced, mesh, cluster, zero, seen) for group in groups]
+    return Blocks(groups, CutProblem(tuple(items), tuple(bounds), stages, program.microbatches, limit))
+
+
+def groups_of(
+    program: Program,
+    pure: set[fx.Node],
+    chosen: dict[fx.Node, Strategy],
+    mesh: Mesh,
+    stages: int,
+    regions: Mapping[str, int] | None = None,
+) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
+    """The ops in order, in groups between which the pipeline may be cut, and the values that cross each place between two.
+
+    regions: number of its region by op name: cut within one only where there are too few other places. PlanError as for ``blocks``.
+    """
+    ops, regions = program.ops, regions or {}
     alive = alive_across(program, pure)
     sizes = [sum(_bytes(n, chosen, mesh) for n in values) for _, values in alive]
     window = max(1, len(ops) // (4 * stages))
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     # a stage needs work of its own: cuts are behind ops that are not computed in every stage anyway
     possible = [bool(values) and node not in pure and not any(v in tuples for v in values) for node, values in alive[:-1]]
-    legal = [ok and size <= least for ok, size, least in zip(possible, sizes, narrowest(possible, sizes, window))]
-    if sum(legal) < stages - 1:
+    whole = [ok and (a.name not in regions or regions[a.name] != regions.get(b.name)) for ok, a, b in zip(possible, ops, ops[1:])]
+    for allowed in (whole, possible):
+        legal = [ok and size <= least for ok, size, least in zip(allowed, sizes, narrowest(allowed, sizes, window))]
+        if sum(legal) >= stages - 1:
+            break
+    else:
         legal = possible
     cuts = sum(legal)
     if cuts < stages - 1:
@@ -92,17 +116,16 @@ def blocks(
             hint=f"use a pipeline axis of at most {(cuts + 1) * mesh.pipeline // stages}",
         )
     groups: list[list[fx.Node]] = [[]]
-    bounds: list[Boundary] = []
-    for i, node in enumerate(ops):
+    for node, ends in zip(ops, [*legal, False]):
         groups[-1].append(node)
-        if i + 1 < len(ops) and legal[i]:
-            # the stage before the cut sends forward, the one behind it backward: each is charged one way
-            seconds = sum(send(_bytes(v, chosen, mesh), mesh, cluster).seconds for v in alive[i][1])
-            bounds.append(Boundary(seconds, True))
+        if ends:
             groups.append([])
-    seen: set[fx.Node] = set()
-    items = [_item(program, group, chosen, priced, mesh, cluster, zero, seen) for group in groups]
-    return Blocks(groups, CutProblem(tuple(items), tuple(bounds), stages, program.microbatches, limit))
+    return groups, [values for (_, values), ends in zip(alive, legal) if ends]
+
+
+def crossing_seconds(values: Iterable[fx.Node], chosen: dict[fx.Node, Strategy], mesh: Mesh, cluster: Cluster) -> float:
+    """What each of the two stages beside a cut spends on it: the one before sends forward, the one behind it backward."""
+    return sum(send(_bytes(v, chosen, mesh), mesh, cluster).seconds for v in values)
 
 
 def narrowest(possible: list[bool], sizes: list[float], window: int) -> list[float]:

@@ -16,8 +16,13 @@ def compare(comparison: Comparison) -> list[Part]:
     if plans:
         parts += [Line(_subject(plans[0], comparison)), Title("Plans"), _table(comparison, plans[0])]
     for row in comparison.rows:
-        parts.append(Line(f"{row.name}: {row.what}" + ("" if row.plan else f" - none: {row.reason}")))
+        parts.append(Line(f"{row.name}: {row.what}" + (_scheduled(row.plan) if row.plan else f" - none: {row.reason}")))
     return parts
+
+
+def _scheduled(plan: Plan) -> str:
+    usual = plan.schedule in ("none", "1F1B")
+    return "" if usual else f" (here {plan.schedule}, {plan.chunks} stage{'s' * (plan.chunks > 1)} a rank)"
 
 
 def _verdict(comparison: Comparison) -> str:

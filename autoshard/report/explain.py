@@ -151,7 +151,24 @@ def stages(plan: Plan) -> list[Part]:
         )
     formula = f"(p-1)/(p-1+m) = {p - 1}/({p - 1}+{m}) = {percent((p - 1) / (p - 1 + m))}"
     usual = "" if plan.schedule in ("GPipe", "1F1B") else " under 1F1B"
-    return [*out, Line(f"bubble: {formula} if stages were equal{usual}; planned {percent(plan.bubble)}")]
+    out.append(Line(f"bubble: {formula} if stages were equal{usual}; planned {percent(plan.bubble)}"))
+    return [*out, *_schedules(plan)]
+
+
+def _schedules(plan: Plan) -> list[Part]:
+    """What was tried, and what each would take."""
+    rows = plan.solver.get("schedules")
+    if not rows:
+        return []
+    if len(rows) == 1:
+        return [Line(f"schedules: {rows[0]['schedule']}; no other was expected to take 1 % less")]
+    tried = []
+    for row in rows:
+        text = f"{row['schedule']} {duration(row['step_seconds'])}"
+        other = f" on {row['mesh']}" if row["mesh"] != str(plan.mesh) else ""
+        other += f" in {row['microbatches']} micro-batches" if row["microbatches"] != plan.microbatches else ""
+        tried.append(text + other + ("" if row["fits"] else ", which does not fit"))
+    return [Line(f"schedules tried (x stages a rank): {'; '.join(tried)}")]
 
 
 def collectives(plan: Plan, every: bool) -> list[Part]:
@@ -255,7 +272,9 @@ def solver(plan: Plan) -> list[Part]:
     out = [Title("Solver"), Line("; ".join([f"{text}: {facts['status']}" if "status" in facts else text, ", ".join(sizes), *spent]))]
     if facts.get("objective") is not None:
         out.append(Line(f"shardings: {_proof(facts)}"))
-    if facts.get("cut"):
+    if facts.get("solved_for"):
+        out.append(Line(f"that is of {facts['solved_for']}: of {plan.schedule} no bound is known"))
+    elif facts.get("cut"):
         out.append(Line(f"cut points: {_proof(facts['cut'])}, between {_plural(facts['cut']['blocks'], 'block')}"))
     return out + [Line(f"note: {note}") for note in facts.get("notes", ())]
 

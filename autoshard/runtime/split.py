@@ -52,7 +52,8 @@ def first_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return tuple(next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs), later
+    got = (next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs)
+    return tuple(x if x is None else x.contiguous() for x in got), later  # as they have to be to be sent
 
 
 def then_weights(later: Later) -> tuple[()]:

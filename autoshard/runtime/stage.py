@@ -35,6 +35,7 @@ class Param:
     names: all its names in the user's model, canonical first.
     sync: axes over which its gradient is summed once a step; its gradient is a summand along them before, whole after.
     stages: the places along the pipeline axis that hold it; its gradient is summed over them too.
+    chunk: which of the rank's stages reads it first.
     zero: its ZeRO level. From 1 on ``layout`` cuts it along data: so lies the piece that the optimizer updates. At levels 1 and 2 forward
         reads it whole along data; at level 3 it reads the piece, and gathers it itself.
     master: the dtype in which the optimizer updates it, if that is not ``dtype``, in which forward reads it.
@@ -50,6 +51,7 @@ class Param:
     persistent: bool = True
     sync: tuple[str, ...] = ()
     stages: tuple[int, ...] = (0,)
+    chunk: int = 0
     zero: int = 0
     master: torch.dtype | None = None
     offload: bool = False

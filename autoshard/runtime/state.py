@@ -16,13 +16,14 @@ from autoshard.runtime.whole import whole
 
 
 def catalogue(stage: StageModule) -> dict[str, Param]:
-    """All parameters and buffers of the model, on all stages, by canonical name. A collective on a mesh with a pipeline."""
-    mine = tuple(stage.params.values())
+    """All parameters and buffers of the model, by canonical name, in the order of stages. A collective on a mesh with a pipeline."""
+    mine = [(stage.chunks[param.chunk].stage, param) for param in stage.params.values()]
     everyone: list = [mine]
     if stage.world.mesh.pipeline > 1:
         everyone = [None] * stage.world.mesh.pipeline
         dist.all_gather_object(everyone, mine, group=stage.world.pipeline)
-    return {param.name: param for params in everyone for param in params}
+    found = sorted((each for params in everyone for each in params), key=lambda each: each[0])
+    return {param.name: param for _, param in found}
 
 
 @torch.no_grad()

@@ -257,7 +257,7 @@ def test_fewer_micro_batches_than_stages(microbatches):
 
 
 def test_five_blocks_on_four_stages():
-    plan = equal(lambda: Blocks(5), lambda: {"x": torch.randn(4, 6)}, (1, 1, 4), microbatches=4)
+    plan = equal(lambda: Blocks(5), lambda: {"x": torch.randn(4, 6)}, (1, 1, 4), microbatches=4, schedule="1F1B")
     assert set(plan.stages.values()) == {0, 1, 2, 3}
 
 

@@ -50,13 +50,15 @@ class Cell:
 def shares(plan: Plan) -> dict[str, float]:
     """Share of the matmul FLOPs that each axis of more than one rank divides.
 
-    Of the pipeline: what the busiest stage does not do, as a share of what it would not do if all p stages did 1/p.
+    Of the pipeline: what the busiest rank does not do, as a share of what it would not do if all p did 1/p.
     """
     found = {axis: share for axis, share in plan.split_flops.items() if getattr(plan.mesh, axis) > 1}
-    stages = plan.mesh.pipeline
-    if stages > 1:
-        flops = [sum(op.flops for op in plan.ops if op.stage == stage) for stage in range(stages)]
-        found["pipeline"] = (1 - max(flops) / sum(flops)) / (1 - 1 / stages)
+    ranks = plan.mesh.pipeline
+    if ranks > 1:
+        flops, place = [0.0] * ranks, {row.index: row.rank for row in plan.stage_rows}
+        for op in plan.ops:
+            flops[place[op.stage]] += op.flops
+        found["pipeline"] = (1 - max(flops) / sum(flops)) / (1 - 1 / ranks)
     return found
 
 
