@@ -127,7 +127,7 @@ def hoped(made: Plan | Outline, placed: Schedule, cluster: Cluster) -> float:
     """About the least seconds of a step under a schedule, of what was planned for 1F1B: if no more is sent."""
     m = made.microbatches
     if isinstance(made, Outline):
-        ranks, once = made.staged.problem.stages, 0.0
+        ranks, once = made.known.staged.problem.stages, 0.0
         work = [made.step_seconds / (m + ranks - 1)] * ranks
         forward, parts = 1 / 3, placed.splits
     else:
