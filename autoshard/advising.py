@@ -23,7 +23,8 @@ from autoshard.mesh import Mesh
 from autoshard.passes.loss_alone import loss_alone
 from autoshard.planning.advice import Advice, Found, Suggestion
 from autoshard.planning.choices import batch_of, larger_microbatches, microbatch_candidates
-from autoshard.planning.plan import Plan
+from autoshard.planning.pins import pins_of
+from autoshard.planning.plan import PinRow, Plan
 from autoshard.predict import check_memory
 from autoshard.report.advice import details, headline
 from autoshard.report.tables import render
@@ -125,7 +126,7 @@ class _Adviser:
         one = len(numbers) == 1 and isinstance(self.asked, Mesh)  # else what was proven is of one of them
         solved = error.proven if one else None
         proven = max(min(held(wanted, mesh, m) for m in numbers), solved or 0.0)
-        facts = {"cluster": wanted.cluster.name, "limit": wanted.limit, "proven": proven}
+        facts = {"cluster": wanted.cluster.name, "limit": wanted.limit, "proven": proven, "pins": pinned(wanted)}
         advice = Advice(str(self.asked), str(mesh), numbers=numbers, least=error.least, stage=error.stage, memory=error.memory, **facts)
         self._least(mesh, advice)
         if advice.stage is None:  # no plan was found, with whatever limit
@@ -147,7 +148,7 @@ class _Adviser:
 
     def drafted(self, wanted: Wanted, mesh: Mesh, m: int) -> Plan | Outline:
         """Raises PlanError."""
-        key = id(wanted.cuts), wanted.saving, wanted.schedule, mesh, m
+        key = id(wanted.cuts), bool(wanted.pins), wanted.saving, wanted.schedule, mesh, m
         if key in self.outlines:
             return self.outlines[key]
         draft = self.task(wanted, mesh, m).drafted()
@@ -311,6 +312,7 @@ class _Adviser:
             microbatches=options.get("microbatches", wanted.microbatches),
             saving=replace(wanted.saving, **{name: None for name in ("zero", "recompute", "offload") if name in options}),
             schedule=options.get("schedule", wanted.schedule),
+            pins=options.get("pin", wanted.pins),
         )
         return wanted, options.get("mesh", self.mesh)
 
@@ -362,6 +364,13 @@ class _Adviser:
             if plan.step_seconds <= FASTER * best.step_seconds:
                 best = plan
         return best
+
+
+def pinned(wanted: Wanted) -> list[PinRow]:
+    """What is pinned; in models of many layers, where it is in all like layers, in how many."""
+    long = wanted.cuts.short is not None
+    pins = pins_of(wanted.program, wanted.pins)
+    return [PinRow(pin.name, dict(pin.axes), len(wanted.cuts.like(node)) if long else 1) for node, pin in pins.items()]
 
 
 def held(wanted: Wanted, mesh: Mesh, m: int) -> float:

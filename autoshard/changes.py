@@ -38,6 +38,8 @@ def changes(wanted: Wanted, mesh: Mesh, other_meshes: bool) -> Iterator[Change]:
     other_meshes: whether ``mesh`` was asked for, and not only its number of devices.
     """
     saving = wanted.saving
+    if wanted.pins:
+        yield Change("no pins", {"pin": {}}, "pin")
     if wanted.microbatches is not None:
         for m in larger_microbatches(wanted.program, mesh, wanted.microbatches):
             yield Change(f"microbatches={m}", {"microbatches": m}, "microbatches")

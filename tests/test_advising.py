@@ -127,6 +127,14 @@ def test_no_plan_needs_less_than_is_said_to_be_needed(name, mesh):
                 assert bound <= task.ladder().peak_bytes
 
 
+def test_pins_are_said_and_lifted():
+    model, batch = mlp.tiny()
+    pin = {"up.weight": {"tensor": "R"}, "down.weight": {"tensor": "R"}}
+    fitting = autoshard.plan(model, (1, 2, 1), batch, memory="9KiB").peak_bytes
+    error = refused(model, batch, (1, 2, 1), memory=1.05 * fitting, pin=pin, offload="off", recompute="off", microbatches=1)
+    assert "pinned: up.weight to tensor:R" in str(error) and any(s.options == {"pin": {}} for s in error.suggestions)
+
+
 def test_a_plan_that_turns_up_while_advice_is_sought_is_the_answer(monkeypatch):
     best, asked = Wanted.best, []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoshard.planning.plan import PinRow
+
 
 @dataclass(frozen=True)
 class Found:
@@ -37,7 +39,7 @@ class Advice:
     least, stage, memory, microbatches: bytes of the fullest rank of the smallest plan that was found on the mesh, where that rank is,
     what it holds by category (None: not priced, or not known), and the plan's number of micro-batches (None: not known).
     enough: a limit, and the plan that was found for it; little: one for which none was. proven: what any plan needs on this mesh.
-    refused, untried: changes with which nothing was found that fits, and those for which there was no time.
+    pins: what was asked for. refused, untried: changes with which nothing was found that fits, and those for which there was no time.
     seconds: that looking for all of it took.
     """
 
@@ -54,6 +56,7 @@ class Advice:
     little: float | None = None
     proven: float | None = None
     suggestions: list[Suggestion] = field(default_factory=list)
+    pins: list[PinRow] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     seconds: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard.planning.advice import Advice
+from autoshard.report.explain import pinned
 from autoshard.report.tables import Line, Part, Table
 from autoshard.report.units import duration, size
 
@@ -26,6 +27,7 @@ def details(advice: Advice) -> list[Part]:
     fewest, most = min(advice.numbers), max(advice.numbers)
     tried = f"{fewest} to {_batches(most)}" if most > fewest else _batches(most)
     parts: list[Part] = [Line(f"asked for: mesh {advice.asked} of {advice.cluster}, {size(advice.limit)} a rank, {tried}")]
+    parts += map(Line, pinned(advice.pins))
     if advice.memory and advice.microbatches:
         held = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in advice.memory.items())
         parts.append(Line(f"that rank, in {_batches(advice.microbatches)}: {held}"))

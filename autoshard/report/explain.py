@@ -58,8 +58,8 @@ def pinned(pins: Iterable[PinRow]) -> list[str]:
     out = []
     for pin in pins:
         placed = ", ".join(f"{axis}:{placement}" for axis, placement in pin.axes.items())
-        layers = f"in all {pin.layers} layers like it" if pin.layers > 1 else "there alone"
-        out.append(f"pinned: {pin.name} to {placed}, {layers}")
+        layers = f", in all {pin.layers} layers like it" if pin.layers > 1 else ""
+        out.append(f"pinned: {pin.name} to {placed}{layers}")
     return out
 
 
