@@ -125,14 +125,14 @@ class _Planner:
 
     def hope(self, baseline: Baseline, task: Task, made: Plan | Outline) -> float:
         """The share of its time that another schedule may need."""
-        seconds = [hoped(made, placed, task.cluster) for placed in self.schedules(baseline, task.mesh)]
+        seconds = [hoped(task, made, placed) for placed in self.schedules(baseline, task.mesh)]
         return min([made.step_seconds, *seconds]) / made.step_seconds
 
     def quickest(self, baseline: Baseline, task: Task, plan: Plan) -> Plan:
         """The plan under the best of the baseline's schedules."""
         plans = [plan]
         for placed in self.schedules(baseline, task.mesh):
-            if hoped(plan, placed, task.cluster) < min(plans, key=self.wanted.rank).step_seconds and plan.peak_bytes <= self.wanted.limit:
+            if hoped(task, plan, placed) < min(plans, key=self.wanted.rank).step_seconds and plan.peak_bytes <= self.wanted.limit:
                 try:
                     plans.append(under(placed, task, plan))
                 except PlanError:

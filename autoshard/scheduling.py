@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from autoshard.cluster import Cluster
 from autoshard.cost.pipeline import StageTime, crowded_seconds, step_seconds
 from autoshard.errors import PlanError
 from autoshard.logs import logger
@@ -46,7 +45,7 @@ def quickest(best: Plan, made: Iterable[tuple[Task, Plan | Outline]]) -> Plan:
     """
     start = time.perf_counter()
     trials = [
-        _Trial(hoped(plan, placed, task.cluster), task, plan, placed)
+        _Trial(hoped(task, plan, placed), task, plan, placed)
         for task, plan in made
         if plan.peak_bytes <= best.memory_limit and task.mesh.pipeline > 1
         for placed in TRIED
@@ -123,15 +122,15 @@ def _op_seconds(plan: Plan) -> dict[str, float]:
     return {op.node: (op.forward + op.backward) * more[op.stage] for op in plan.ops}
 
 
-def hoped(made: Plan | Outline, placed: Schedule, cluster: Cluster) -> float:
+def hoped(task: Task, made: Plan | Outline, placed: Schedule) -> float:
     """About the least seconds of a step under a schedule, of what was planned for 1F1B: if no more is sent."""
-    m = made.microbatches
+    m, ranks, crowding = task.m, task.mesh.pipeline, task.cluster.crowding(task.mesh.size)
     if isinstance(made, Outline):
-        ranks, once = made.known.staged.problem.stages, 0.0
+        once, crowding = 0.0, 1.0
         work = [made.step_seconds / (m + ranks - 1)] * ranks
         forward, parts = 1 / 3, placed.splits
     else:
-        ranks, once = made.mesh.pipeline, max(row.once for row in made.stage_rows)
+        once = max(row.once for row in made.stage_rows)
         work = [row.seconds for row in made.stage_rows]
         forward = sum(op.forward for op in made.ops) / (sum(op.forward + op.backward for op in made.ops) or 1.0)
         parts = placed.splits and not made.regions
@@ -139,4 +138,4 @@ def hoped(made: Plan | Outline, placed: Schedule, cluster: Cluster) -> float:
     rest = longest / placed.chunks * (1 - forward)
     stage = StageTime(longest / placed.chunks * forward, rest / 2 if parts else rest, rest / 2 if parts else 0.0)
     seconds = step_seconds(placed.name, ranks, [stage] * ranks * placed.chunks, m, [once])
-    return crowded_seconds(seconds, [m * t + once for t in work], 1.0 if isinstance(made, Outline) else cluster.crowding(made.mesh.size))
+    return crowded_seconds(seconds, [m * t + once for t in work], crowding)
