@@ -1,6 +1,6 @@
 """A small (mixed-integer) linear program, row by row, solved on one thread: the same program gets the same answer.
 
-HiGHS, as ortools 9.15 has it, writes a line to stdout now and then, whatever it is told; here that goes to stderr. (SCIP does not, but
+HiGHS, as ortools 9.15 has it, writes a line to stdout now and then, whatever it is told; here that goes nowhere. (SCIP does not, but
 called an answer of a random problem optimal that was not.)
 """
 
@@ -105,7 +105,7 @@ def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float
         presolve=None if presolve else mathopt.Emphasis.OFF,
         highs=options,
     )
-    with _stdout_to_stderr():
+    with _no_stdout():
         try:
             return mathopt.solve(model, mathopt.SolverType.HIGHS, params=params, **more)
         except (RuntimeError, ValueError, AttributeError) as error:  # the last is ortools' own, over a status that it can't read
@@ -113,12 +113,13 @@ def highs(model: mathopt.Model, time_limit: float, gap: float, difference: float
 
 
 @contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def _no_stdout() -> Iterator[None]:
     sys.stdout.flush()
-    kept = os.dup(1)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(2, 1)
+        os.dup2(nowhere, 1)
         yield
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+        os.close(nowhere)

@@ -105,7 +105,8 @@ def why_not(asked: str, plan: Plan, forced: Plan) -> list[Part]:
         parts.append(Line("of a step: " + ", ".join(f"{k} {_signed(forced.breakdown[k] - plan.breakdown[k])}" for k in changed)))
     parts += [Line(text) for text in collectives_changed(plan, forced)]
     nodes = "1 node" if len(others) == 1 else f"{len(others)} nodes"
-    return [*parts, Line(f"{nodes} would be placed otherwise; all was decided anew, in {forced.microbatches} micro-batches")]
+    placed = f"; under {forced.schedule}, not {plan.schedule}" if forced.schedule != plan.schedule else ""
+    return [*parts, Line(f"{nodes} would be placed otherwise{placed}; all was decided anew, in {forced.microbatches} micro-batches")]
 
 
 def not_fitting(asked: str, plan: Plan, layers: int, refused: InfeasibleError) -> list[Part]:
