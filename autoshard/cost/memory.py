@@ -63,7 +63,7 @@ def moments(
     """Bytes of a rank at the three moments of a step when it may need most; the largest one counts.
 
     state: its parameters, gradients and optimizer state, all there are. saved, working: of one micro-batch, of which ``flight`` are held.
-    standing: what is there all the time, as a pipeline's receive buffers and what the model returns for each micro-batch.
+    standing: what is there all the time, as what the model returns for each micro-batch.
     finishing: what comes and goes after the last backward (``scratch.optimizer_scratch``, ``buckets``).
 
     First, ``flight`` micro-batches have run forward; gradients are there if another one ran backward before. Second, the last micro-batch

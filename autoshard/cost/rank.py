@@ -121,9 +121,6 @@ class _Step:
         for node in self.held_here:
             table["parameters"] += trained[node].whole if node in trained else self._bytes(node, stored_layout(node))
         table["optimizer"] = sum(w.state for w in self._updated())
-        if self.mesh.pipeline > 1:  # torch keeps a buffer for each micro-batch's values, and for the gradients that come back
-            back = [x for x in self._sent() if x.meta.get("trained")]
-            table[ACTIVATIONS] = self.m * sum(self._bytes(x) for x in [*self.received, *back])
         if self.device.kind == "gpu":  # the batch is copied there
             table[TRANSIENT] = self.m * sum(self._bytes(n) for n in self.nodes if n.name in self.program.inputs)
         return table
@@ -170,7 +167,7 @@ class _Step:
         gradients: of a micro-batch before are there. last: of the step, so that gradients are summed, and the optimizer runs.
         """
         heap, m = Heap(self.held()), self.m
-        placeholders = self._placeholders()
+        placeholders = self._placeholders(heap)
         scheduled = m > 1 or self.mesh.pipeline > 1
         standing = {w.node: heap.new(w.whole, GRADIENTS) for w in self.weights} if gradients else {}
         if others:
@@ -198,8 +195,8 @@ class _Step:
             if buckets is not None:
                 buckets.arrive(node, block)
 
-        given = [Block(0.0, TRANSIENT) for _ in left.outputs]
-        later: list[Block] = []  # for the second part
+        given = self._given(heap)
+        later = [*map(heap.hold, given), *(placeholders[x].block for x in self.received)]  # until backward is over, with its second part
         if self.manner.splits:
             later += [heap.hold(block) for blocks in left.saved.values() for block in blocks]
         later += self.batch.backward(heap, placeholders, left, given, leaf, self.forks)
@@ -228,15 +225,22 @@ class _Step:
         forward, backward = self.manner.late
         return done * (forward * sent + backward * back)
 
-    def _placeholders(self) -> dict[fx.Node, Held]:
+    def _placeholders(self, heap: Heap) -> dict[fx.Node, Held]:
         there = Block(0.0, "parameters")  # counted already
-        return {n: self.batch.placed(n, there) for n in self.nodes}
+        received = {n: heap.new(self._bytes(n), ACTIVATIONS) for n in self.received}
+        return {n: self.batch.placed(n, received.get(n, there)) for n in self.nodes}
+
+    def _given(self, heap: Heap) -> list[Block]:
+        """Gradients of what a forward returns, as backward begins: those of what was sent are received."""
+        if self.last_stage:
+            return [Block(0.0, TRANSIENT) for _ in self.program.output.args[0]]
+        return [heap.new(self._bytes(x), TRANSIENT) for x in self._sent() if x.meta.get("trained", x.meta.get("grad"))]
 
     @cached_property
     def left(self) -> float:
         """Bytes that a micro-batch in flight holds, without what the model returns."""
         heap = Heap({})
-        left = self.batch.forward(heap, self._placeholders())
+        left = self.batch.forward(heap, self._placeholders(heap))
         if self.last_stage:
             for block in left.outputs:
                 heap.drop(block)
@@ -245,9 +249,10 @@ class _Step:
     @cached_property
     def aside(self) -> float:
         """Bytes that the first part of a micro-batch's backward sets aside for the second."""
-        heap, there = Heap({}), self._placeholders()
-        left = self.batch.forward(heap, there)
-        held = self.batch.backward(heap, there, left, [Block(0.0, TRANSIENT) for _ in left.outputs], lambda node, block: None, self.forks)
+        heap = Heap({})
+        there = self._placeholders(heap)
+        left, given = self.batch.forward(heap, there), self._given(heap)
+        held = [*map(heap.hold, given), *self.batch.backward(heap, there, left, given, lambda node, block: None, self.forks)]
         return sum({id(block): block.nbytes for block in held}.values())
 
     def _results(self) -> list[float]:

@@ -340,8 +340,8 @@ class _Builder:
                 if node.op == "call_function" and node not in self.pure and self.mesh.pipeline > 1:
                     nbytes = self._bytes(node, index, layout)
                     sends[placements[-1]] = send(nbytes, self.mesh, self.cluster).seconds
-                    if node.meta.get("grad"):  # torch has buffers for all micro-batches: of values, and of gradients that come back
-                        buffers[placements[-1]] = self.program.microbatches * nbytes
+                    if node.meta.get("grad"):
+                        buffers[placements[-1]] = nbytes  # of the gradient that comes back
             self.by_value[source, index] = len(self.values), layouts
             self.values.append(StagedValue(f"{node.name}.{index}", source, tuple(placements), {}, sends, buffers))
         return self.by_value[source, index]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -100,7 +101,10 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """Says when the last backward begins, and splits backwards so that all ranks run their collectives in the same order."""
+    """Says when the last backward begins, and splits backwards so that all ranks run their collectives in the same order.
+
+    Memory to receive in is there when it is needed: torch's own stage has it for all micro-batches all the time.
+    """
 
     def __init__(self, body: Body, before_last: Callable[[], None] | None):
         stage, part = body.stage, body.part
@@ -115,10 +119,59 @@ class _Stage(PipelineStage):
         )
         self.before_last = before_last
 
+    def _setup_forward_recv_info(self, num_microbatches, has_backward):
+        with self._on_meta():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+
+    def _create_grad_recv_info(self, act_send_info):
+        with self._on_meta():
+            return super()._create_grad_recv_info(act_send_info)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """What is made is on the meta device: it holds no memory, but has the shape of what does."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id):
+        self._fill(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id):
+        if self.has_backward and not self.is_last:
+            self._fill(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
+        if any(tensor is None for tensor in next_stage_bwd_outputs):  # then zeros
+            self._fill(self.grad_recv_info[mb_index])
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _fill(self, infos) -> None:
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=False)
+
+    def _empty(self, infos) -> None:
+        """What was received is held by those who still need it."""
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+    def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._empty(self.args_recv_info[fwd_chunk_id])
+        return output
+
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         if last_backward and self.has_backward and self.before_last is not None:
             self.before_last()
         super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
+        if self.has_backward and not self.is_last:
+            self._empty(self.grad_recv_info[bwd_chunk_id])
 
     def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
         stage, outputs = self.submod.stage, bwd_kwargs["stage_output"]
@@ -156,9 +209,7 @@ class Body(nn.Module):
         out = self.stage(*received, method=self.part.method, **fed)
         if not self.last:
             return tuple((x if sent.requires_grad else x.detach()).contiguous() for x, sent in zip(out, self.part.sends))
-        # received tensors are buffers that the next step fills again, so an output must not be one of them
-        buffers = {x.untyped_storage().data_ptr() for x in received}
-        self.results.append(tuple(x.detach().clone() if x.untyped_storage().data_ptr() in buffers else x.detach() for x in out))
+        self.results.append(tuple(x.detach() for x in out))
         if self.stage.loss is None:
             return torch.zeros((), device=self.stage.world.device)
         return loss_share(self.stage, out)
