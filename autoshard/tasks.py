@@ -35,7 +35,11 @@ from autoshard.solvers.folded import Effort, OutOfMemory, proven, solve_folded
 from autoshard.solvers.problem import Infeasible
 
 SAVINGS = tuple(Saving(zero, again, host) for host in (False, True) for zero in (2, 3) for again in (False, True))
-"""What is tried, in turn, to fit a model that has no blocks for ``decide_jointly``; what is updated on the host, if nothing else fits."""
+"""What is tried, in turn, where ``decide_jointly`` has no problem to solve (a rank holds several stages; there are fewer blocks than
+stages; a stage can't end behind a block), or finds nothing that fits; what is updated on the host, if nothing else fits."""
+
+CLOSE = 0.005
+"""To the bound: a plan that need not be compared with those of the ``ladder``."""
 
 AMPLE = 2.0**50
 """Bytes that any plan fits in."""
@@ -187,7 +191,8 @@ class Task:
             raise Irregular("a rank holds several stages")
         transient = [row.memory["transient"] for row in quick.stage_rows]
         staged = self.staged(self.cut, self.limit, self.saving.modes)
-        return self.made_to_fit(staged, staged.chain, transient, cutoff)
+        plan = self.made_to_fit(staged, staged.chain, transient, cutoff)
+        return plan if staged.chain.repeats or plan.solver["gap"] <= CLOSE else self.no_slower(plan)
 
     def made_to_fit(self, staged: Staged, chain: Chain, transient: Sequence[float], cutoff: float, parts=None) -> Plan:
         """The fastest plan that fits, of a problem. chain: of the program. parts: as for ``decide_jointly``.
@@ -208,6 +213,14 @@ class Task:
         allowed = Allowed(self.saving.levels, modes, self.saving.hosts)
         given = (self.mesh, self.cluster, pure_nodes(program), limit, self.cuts.everywhere(self.pins), allowed, self.schedule)
         return staged_of(program, *given, self.narrow)
+
+    def no_slower(self, plan: Plan) -> Plan:
+        """A plan that was decided jointly, or one of the ``ladder``, should that fit and be faster."""
+        other = self.ladder()
+        if other.peak_bytes > self.limit or other.step_seconds >= plan.step_seconds:
+            return plan
+        bound, taken = plan.solver["bound"], other.step_seconds
+        return replace(other, solver={**plan.solver, "objective": taken, "gap": max(0.0, 1 - bound / taken)})
 
     def ladder(self) -> Plan:
         """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""

@@ -19,15 +19,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, combinations
 from math import comb
 
-from .linear import LinearProgram
-from .problem import Infeasible, SolverError
+from .linear import INF, LinearAnswer, LinearProgram
+from .problem import Infeasible, OutOfTime, SolverError
 from .staged import RESIDENT, SLACK, Amount, StagedAnswer, StagedEvaluation, StagedProblem, StagedUse, evaluate_staged, stage_of
 
-_AGREEMENT = 1e-6
+_AGREEMENT, _EXACT = 1e-6, 1e-9
+_SMALLEST = 0.01  # relative: at which the least memory is known well enough
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ class StagedSolution:
         return max(0.0, self.objective - self.bound) / self.objective if self.objective > 0 else 0.0
 
 
+class TooSlow(Infeasible):
+    """No plan is as fast as was asked for. least: seconds of a step, proven."""
+
+    def __init__(self, least: float):
+        super().__init__(f"no plan takes less than {least:.4g} s")
+        self.least = least
+
+
 def ways_to_cut(problem: StagedProblem) -> list[tuple[int, ...]]:
     """The first blocks of the stages, for every legal way to cut the chain."""
     places = [i + 1 for i, legal in enumerate(problem.legal) if legal]
@@ -61,43 +72,147 @@ def size(problem: StagedProblem) -> int:
     return ways * sum(len(op.costs) * len(problem.homes(i)) for i, op in enumerate(problem.ops))
 
 
-def solve_exactly(problem: StagedProblem, time_limit: float = 60.0) -> StagedSolution:
-    """The best answer, proven, or the best found in about ``time_limit`` seconds. Raises Infeasible if no answer fits."""
-    began = time.perf_counter()
-    programs = {first: _Program(problem, first) for first in ways_to_cut(problem)}
-    relaxed = {}
-    for first, program in programs.items():
-        answer = program.linear.solve(relaxed=True)
-        if answer is not None:
-            relaxed[first] = answer.objective / program.scale
+def solve_exactly(
+    problem: StagedProblem,
+    time_limit: float = 60.0,
+    gap: float = 0.0,
+    fastest: Sequence[float] = (),
+    known: StagedAnswer | None = None,
+    cutoff: float = INF,
+) -> StagedSolution:
+    """The best answer, proven, or the best found in about ``time_limit`` seconds.
+
+    Args:
+        problem: with few ways to cut the chain.
+        gap: relative, at which an answer is good enough.
+        fastest: seconds that each block takes at least; saves looking at most ways to cut.
+        known: an answer to begin with.
+        cutoff: seconds of a step; slower answers are of no use.
+
+    Raises Infeasible if no answer fits. TooSlow. OutOfTime if none was found.
+    """
+    search = _Cuts(problem, time_limit, fastest)
     best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
-    bound, proven = float("inf"), True
-    for first in sorted(relaxed, key=lambda f: (relaxed[f], f)):
-        if best is not None and relaxed[first] >= best[0] * (1 - 1e-12):
+    if known is not None:
+        evaluation = evaluate_staged(problem, known)
+        best = evaluation.objective, known, evaluation
+    least = INF  # of what was not looked at to the end
+    for bound, program in search:
+        good = min(cutoff, best[0] * (1 - max(gap, 1e-12))) if best else cutoff
+        if bound >= good or best and search.over:
+            least = min(least, bound)
             break
-        left = time_limit - (time.perf_counter() - began)
-        if left <= 0 and best is not None:
-            bound, proven = min(bound, relaxed[first]), False
-            break
-        found = programs[first].solve(max(left, 1.0))
+        try:
+            found = program.solve(search.left(), gap)
+        except OutOfTime:
+            search.late, least = True, min(least, bound)
+            continue
         if found is None:
             continue
-        answer, evaluation, least, optimal = found
-        bound, proven = min(bound, least), proven and optimal
+        answer, evaluation, proven, _ = found
+        least = min(least, max(bound, proven))
         if best is None or evaluation.objective < best[0]:
             best = evaluation.objective, answer, evaluation
+    least = min(least, search.unseen)
+    if cutoff <= least < INF:
+        raise TooSlow(least)
+    if best is None and search.late:
+        raise OutOfTime(f"no plan of {problem.stages} stages was found in {time_limit:g} s")
     if best is None:
         raise Infeasible(f"no plan of {problem.stages} stages fits in {problem.limit:.0f} bytes")
     objective, answer, evaluation = best
-    if proven:
-        bound = objective
-    return StagedSolution(answer, evaluation, min(bound, objective), time.perf_counter() - began, "optimal" if proven else "time limit")
+    bound, status = least, "time limit" if search.late else "best found"
+    if bound >= objective * (1 - _EXACT):
+        bound, status = objective, "optimal"
+    return StagedSolution(answer, evaluation, bound, time.perf_counter() - search.began, status)
+
+
+def least_seconds(problem: StagedProblem, time_limit: float = 60.0, fastest: Sequence[float] = ()) -> float:
+    """Seconds that no answer takes less than; infinite if none fits. ``fastest``: as for ``solve_exactly``."""
+    search = _Cuts(problem, time_limit, fastest)
+    bound = next((bound for bound, _ in search), INF)
+    return min(bound, search.unseen)
+
+
+def smallest(problem: StagedProblem, time_limit: float = 60.0) -> tuple[StagedAnswer, StagedEvaluation]:
+    """An answer whose fullest stage holds about as little as any, whatever the limit. Raises Infeasible if there is none, OutOfTime."""
+    search = _Cuts(problem, time_limit, smallest=True)
+    for _, program in search:
+        found = program.linear.solve(time_limit=search.left(), gap=_SMALLEST)
+        if found is not None:
+            answer = program.read(found)
+            return answer, evaluate_staged(problem, answer)
+    raise OutOfTime("for the least memory") if search.late else Infeasible("there is no plan")
+
+
+class _Cuts:
+    """Ways to cut the chain that have an answer as far as the relaxed program can tell, the most promising first: what no answer is
+    faster than, and the program.
+
+    late: whether some were left out because time was short; unseen: what no answer of those is faster than.
+    """
+
+    def __init__(self, problem: StagedProblem, time_limit: float, fastest: Sequence[float] = (), smallest: bool = False):
+        self.problem, self.time_limit, self.smallest, self.began = problem, time_limit, smallest, time.perf_counter()
+        self.late, self.unseen = False, INF
+        outlines = _outlines(problem, fastest or [0.0] * len(problem.chain))
+        self._heap = [(0.0 if smallest else bound, first, False) for first, bound in outlines]
+        heapify(self._heap)
+
+    def left(self) -> float:
+        return max(1.0, self.time_limit - (time.perf_counter() - self.began))
+
+    @property
+    def over(self) -> bool:
+        return time.perf_counter() - self.began > self.time_limit
+
+    def __iter__(self) -> Iterator[tuple[float, _Program]]:
+        share = 1.0  # of the time, for relaxed programs
+        while self._heap:
+            bound, first, relaxed = heappop(self._heap)
+            if relaxed:
+                yield bound, _Program(self.problem, first, self.smallest)
+                continue
+            try:
+                if time.perf_counter() - self.began > share * self.time_limit:
+                    raise OutOfTime("for more relaxed programs")
+                program = _Program(self.problem, first, self.smallest)
+                answer = program.linear.solve(relaxed=True, time_limit=self.left())
+            except SolverError:  # out of time, or HiGHS failed
+                self.late, self.unseen = True, min(self.unseen, bound)
+                continue
+            if answer is not None:
+                heappush(self._heap, (max(bound, answer.objective / program.scale), first, True))
+                share = 0.5
+
+
+def _outlines(problem: StagedProblem, fastest: Sequence[float]) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Every way to cut the chain, and seconds that it takes at least: as long as its blocks, and what crosses the cuts."""
+    crossing = [0.0] * len(problem.chain)  # seconds of each of two stages, cut behind this block
+    for index, uses in problem.readings.items():
+        value = problem.values[index]
+        if problem.ops[value.op].part == RESIDENT:
+            continue
+        ends: dict[int, int] = {}
+        for _, (source, user) in uses:
+            for a, b in zip(source.tolist(), user.tolist()):
+                ends[a] = max(b, ends.get(a, a))
+        least = min(value.sends.get(placement, 0.0) for placement in value.placements)
+        for a, b in ends.items():
+            for block in range(a, b):
+                crossing[block] += least
+    done = [0.0, *accumulate(fastest)]
+    for first in ways_to_cut(problem):
+        ends = [*first[1:], len(problem.chain)]
+        sent = [0.0, *(crossing[at - 1] for at in first[1:]), 0.0]
+        stages = [done[b] - done[a] + sent[s] + sent[s + 1] for s, (a, b) in enumerate(zip(first, ends))]
+        yield first, sum(stages) + (problem.microbatches - 1) * max(stages)
 
 
 class _Program:
-    """The integer program of one way to cut."""
+    """The integer program of one way to cut. smallest: for the least memory, as a share of the limit, not for time."""
 
-    def __init__(self, problem: StagedProblem, first: tuple[int, ...]):
+    def __init__(self, problem: StagedProblem, first: tuple[int, ...], smallest: bool = False):
         self.problem, self.first = problem, first
         self.linear = linear = LinearProgram()
         most = max((cost.seconds + cost.once for op in problem.ops for cost in op.costs), default=0.0)
@@ -112,8 +227,11 @@ class _Program:
                 self.x[index, block] = columns
                 linear.row({column: 1.0 for column in columns}, 1.0, 1.0)  # (A)
         self._uses()
-        t = [linear.column(cost=1.0) for _ in range(p)]
-        slowest, once = linear.column(cost=m - 1.0), linear.column(cost=1.0)
+        clock = 0.0 if smallest else 1.0
+        t = [linear.column(cost=clock) for _ in range(p)]
+        slowest, once = linear.column(cost=clock * (m - 1.0)), linear.column(cost=clock)
+        room = {linear.column(cost=self.scale): -1.0} if smallest else {}
+        whole = 0.0 if smallest else 1 + SLACK
         for at in range(p):
             linear.row({t[at]: 1.0, **{c: -v for c, v in self.spent[at]["seconds"].items()}}, 0.0, 0.0)
             linear.row({slowest: 1.0, t[at]: -1.0}, 0.0)
@@ -122,7 +240,7 @@ class _Program:
             for block in range(first[at], (*first[1:], len(problem.chain))[at]):
                 linear.row({peak: 1.0, **{column: -nbytes for column, nbytes in self.peaks(block)}}, 0.0)
             self.spent[at]["bytes"][peak] = 1.0
-            linear.row(self.spent[at]["bytes"], upper=(problem.limit * (1 + SLACK) - problem.reserve[at]) * self.bytes)
+            linear.row({**self.spent[at]["bytes"], **room}, upper=whole * problem.limit * self.bytes - problem.reserve[at] * self.bytes)
 
     def peaks(self, block: int) -> list[tuple[int, float]]:
         """(column, its share of the block's peak)."""
@@ -200,16 +318,22 @@ class _Program:
                 for column, cost in zip(columns, problem.ops[index].costs):
                     self._spend(at, column, cost)
 
-    def solve(self, time_limit: float, presolve: bool = True) -> tuple[StagedAnswer, StagedEvaluation, float, bool] | None:
-        found = self.linear.solve(time_limit=time_limit, presolve=presolve)
+    def solve(
+        self, time_limit: float, gap: float = 0.0, presolve: bool = True
+    ) -> tuple[StagedAnswer, StagedEvaluation, float, bool] | None:
+        found = self.linear.solve(time_limit=time_limit, gap=max(gap, _EXACT), presolve=presolve)
         if found is None:
             return None
-        choices = {key: max(range(len(columns)), key=lambda i: found.values[columns[i]]) for key, columns in self.x.items()}
-        answer = StagedAnswer(self.first, choices)
+        answer = self.read(found)
         evaluation, claimed = evaluate_staged(self.problem, answer), found.objective / self.scale
         over = evaluation.objective - claimed
-        if evaluation.violations or (abs(over) if found.optimal else over) > _AGREEMENT * max(claimed, evaluation.objective):
+        over = abs(over) if found.optimal and gap <= _EXACT else over  # what is not the best may pay for what it does not use
+        if evaluation.violations or over > _AGREEMENT * max(claimed, evaluation.objective):
             if presolve:  # once in thousands of problems, HiGHS calls an answer optimal that is not, but not then
-                return self.solve(time_limit, presolve=False)
+                return self.solve(time_limit, gap, presolve=False)
             raise SolverError(f"the solver claims {claimed!r} s, evaluate says {evaluation.objective!r} s {evaluation.violations}")
         return answer, evaluation, found.bound / self.scale, found.optimal
+
+    def read(self, found: LinearAnswer) -> StagedAnswer:
+        choices = {key: max(range(len(columns)), key=lambda i: found.values[columns[i]]) for key, columns in self.x.items()}
+        return StagedAnswer(self.first, choices)

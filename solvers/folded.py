@@ -30,7 +30,7 @@ from itertools import groupby
 from math import floor
 
 from .columns import Part
-from .exact import StagedSolution, size, solve_exactly
+from .exact import StagedSolution, TooSlow, size, solve_exactly
 from .linear import LinearAnswer
 from .master import TINY, Master, Segment
 from .problem import Infeasible, OutOfTime, SolverError
@@ -57,19 +57,11 @@ class Effort:
 
 class OutOfMemory(Infeasible):
     """No plan fits, or, of a large problem, none was found. Attributes: limit; least, the smallest limit for which a plan was found;
-    proven, below which there is none; stage, which binds there (bytes, bytes, bytes, index)."""
+    proven, below which there is none; stage, which binds there (bytes, bytes, bytes, index); answer, that of the least, if there is one."""
 
-    def __init__(self, limit: float, least: float, proven: float, stage: int, stages: int):
+    def __init__(self, limit: float, least: float, proven: float, stage: int, stages: int, answer: StagedAnswer | None = None):
         super().__init__(f"no plan of {stages} stages fits in {limit:.0f} bytes: the least is {least:.0f} bytes, bound by stage {stage}")
-        self.limit, self.least, self.proven, self.stage = limit, least, proven, stage
-
-
-class TooSlow(Infeasible):
-    """No plan is as fast as was asked for. least: seconds of a step, proven."""
-
-    def __init__(self, least: float):
-        super().__init__(f"no plan takes less than {least:.4g} s")
-        self.least = least
+        self.limit, self.least, self.proven, self.stage, self.answer = limit, least, proven, stage, answer
 
 
 def solve_folded(
@@ -301,6 +293,8 @@ class _Search:
         below = self.master(below=True, least=True).lp.solve(time_limit=self.left(), gap=1e-4)
         above = self.master(below=False, least=True)
         found = above.lp.solve(time_limit=self.left(), gap=1e-4)
+        if found is None:  # what there is of columns does not go together
+            return OutOfMemory(self.problem.limit, *[below.bound * self.problem.limit] * 2, 0, self.problem.stages)
         limit, memory = self.problem.limit, above.memory(found)
         stage = max(range(len(memory)), key=memory.__getitem__)
         return OutOfMemory(limit, found.objective * limit, below.bound * limit, stage, self.problem.stages)

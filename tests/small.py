@@ -5,6 +5,7 @@ import functools
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional as F
 
 from autoshard import passes
 from autoshard.capture import capture
@@ -64,7 +65,82 @@ def odd():
     return Odd().double(), {"x": torch.randn(12, 7).double(), "target": torch.randn(12, 5).double()}
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "odd": odd}
+class Widths(nn.Module):
+    """Linear layers of which none is like another."""
+
+    def __init__(self, widths=(16, 64, 24, 96, 32, 80, 20, 7)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+
+    def forward(self, x):
+        for layer in self.layers[:-1]:
+            x = F.gelu(layer(x))
+        return self.layers[-1](x)
+
+
+class Towers(nn.Module):
+    """Two encoders of unlike widths and depths, whose outputs are compared, every sample with every other."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.document = Widths(), Widths((12, 40, 7))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, query, document):
+        q, d = F.normalize(self.query(query), dim=-1), F.normalize(self.document(document), dim=-1)
+        scores = q @ d.T * self.temperature.exp()
+        right = torch.arange(len(query))
+        return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+
+class UNet(nn.Module):
+    """Levels of unlike widths, down and up; each is read again on the way up."""
+
+    def __init__(self, widths=(8, 12, 20)):
+        super().__init__()
+        pairs = list(zip(widths, widths[1:]))
+        self.enter = nn.Conv2d(3, widths[0], 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs)
+        self.norm = nn.ModuleList(nn.GroupNorm(4, b) for _, b in pairs)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in reversed(pairs))
+        self.join = nn.ModuleList(nn.Conv2d(2 * a, a, 3, padding=1) for a, _ in reversed(pairs))
+        self.leave = nn.Conv2d(widths[0], 5, 1)
+
+    def forward(self, image, mask):
+        x, skips = F.silu(self.enter(image)), []
+        for down, norm in zip(self.down, self.norm):
+            skips.append(x)
+            x = F.silu(norm(down(x)))
+        for up, join in zip(self.up, self.join):
+            x = F.silu(join(torch.cat([up(x), skips.pop()], 1)))
+        return F.cross_entropy(self.leave(x), mask)
+
+
+class Trained(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.model(x), labels)
+
+
+def widths():
+    torch.manual_seed(0)
+    return Trained(Widths()).double(), {"x": torch.randn(64, 16).double(), "labels": torch.randint(0, 7, (64,))}
+
+
+def towers():
+    torch.manual_seed(0)
+    return Towers().double(), {"query": torch.randn(64, 16).double(), "document": torch.randn(64, 12).double()}
+
+
+def unet():
+    torch.manual_seed(0)
+    return UNet().double(), {"image": torch.randn(8, 3, 16, 16).double(), "mask": torch.randint(0, 5, (8, 16, 16))}
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "odd": odd, "widths": widths, "towers": towers, "unet": unet}
 
 
 class Case:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
 import pytest
 from small import case
 
@@ -9,8 +13,14 @@ import autoshard
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, MeshError
 from autoshard.mesh import Mesh
+from autoshard.passes.cut_stages import pure_nodes
+from autoshard.planning import spans
+from autoshard.planning.chain import chain_of
+from autoshard.planning.fold import fold
 from autoshard.planning.saving import Saving
+from autoshard.searching import wanted_of
 from autoshard.tasks import plan_for
+from autoshard.verifier import Reference
 
 OPEN = Saving(None, None)
 
@@ -70,3 +80,73 @@ def test_any_mesh_of_so_many_devices():
         assert best.step_seconds <= autoshard.plan(model, mesh, batch, microbatches=2).step_seconds * (1 + 1e-9), mesh
     with pytest.raises(MeshError, match="torchrun has started none"):
         autoshard.plan(model, "auto", batch)
+
+
+# --- models whose layers do not repeat ---------------------------------------------------------------------------------------
+
+
+def test_cuts_are_where_the_least_is_alive():
+    """Of all ways to cut a run, none has less alive at its cuts, squares of the work between included."""
+    rng = Random(0)
+    for _ in range(50):
+        n = rng.randint(2, 9)
+        work = [rng.random() for _ in range(n)]
+        done = [sum(work[:i]) / sum(work) for i in range(n + 1)]
+        alive = {at: rng.random() for at in range(1, n) if rng.random() < 0.8}
+
+        def price(cuts, n=n, done=done, alive=alive):
+            ends = [0, *cuts, n]
+            return sum(alive[at] + spans.CUT for at in cuts) + 3.0 * sum((done[b] - done[a]) ** 2 for a, b in zip(ends, ends[1:]))
+
+        found = spans.narrowest_cuts(0, n, done, alive, 3.0)
+        every = (cuts for size in range(len(alive) + 1) for cuts in combinations(sorted(alive), size))
+        assert price(found) == pytest.approx(min(map(price, every)))
+
+
+@pytest.mark.parametrize("name", ["widths", "towers", "unet"])
+def test_blocks_of_a_model_without_layers(name):
+    program = replace(case(name).program, mesh=Mesh(1, 1, 4))
+    chain = chain_of(program, fold(program), pure_nodes(program))
+    matmuls = sum("linear" in node.name or "conv" in node.name or "matmul" in node.name for node in program.ops)
+    assert not chain.repeats and min(8, matmuls) <= len(chain.blocks) <= spans.MOST, "two for each stage"
+    assert chain.again == [True] * (len(chain.blocks) - 1) + [False], "backward needs the last at once"
+    assert sorted(node.name for block in chain.blocks for node in block) == sorted(node.name for node in program.ops)
+
+
+def test_short_runs_between_layers_stay_whole():
+    program = case("gpt2").program
+    chain = chain_of(program, fold(program), pure_nodes(program))
+    assert chain.part == [0, 1, 1, 2] and chain.again == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "name, mesh, m",
+    [
+        ("widths", (1, 1, 2), 4),
+        ("towers", (2, 1, 2), 1),
+        ("unet", (1, 1, 2), 4),
+        ("unet", (2, 1, 2), 4),
+        pytest.param("widths", (2, 2, 1), 1, marks=pytest.mark.slow),
+        pytest.param("towers", (2, 2, 1), 1, marks=pytest.mark.slow),
+        pytest.param("unet", (2, 2, 1), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_unlike_layers_under_memory(name, mesh, m):
+    """No slower than plans that save everywhere alike, with a bound; and equal to one device."""
+    free = planned(name, mesh, m=m)
+    limit = 0.9 * free.peak_bytes
+    plan = planned(name, mesh, limit, m)
+    assert plan.peak_bytes <= limit and 0 < plan.solver["bound"] <= plan.solver["objective"]
+    ladder = wanted_of(case(name).captured, "model", microbatches=m, memory=limit).task(Mesh.of(mesh), m).ladder()
+    assert ladder.peak_bytes > limit or plan.step_seconds <= ladder.step_seconds * 1.01
+    case(name).check_plan(plan)
+
+
+def test_unlike_layers_in_processes():
+    """Recomputed pieces, and a level of the U-Net that crosses a stage which does not read it."""
+    one = case("unet")
+    plan = planned("unet", (1, 1, 3), 0.95 * planned("unet", (1, 1, 3)).peak_bytes)
+    assert plan.regions
+    with Reference(one.model, one.batch, steps=2) as reference:
+        report = reference.verify(plan.mesh, plan=plan)
+    assert report.equal, report.text()

@@ -144,7 +144,7 @@ def test_blocks_between_narrow_places_where_nothing_repeats(mesh, microbatches):
     torch.manual_seed(0)
     cell = Case(Chain().double(), {"x": torch.randn(8, 6).double()})
     plan = cell.check(mesh, recompute="on", microbatches=microbatches)
-    assert 2 <= len(set(plan.regions.values())) <= 5
+    assert 2 <= len(set(plan.regions.values())) <= 6
     assert list(plan.regions)[0] == "linear" and "mean" not in plan.regions
 
 

@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
+from autoshard.solvers import whole
 from autoshard.solvers.brute import brute_staged
-from autoshard.solvers.exact import solve_exactly
-from autoshard.solvers.folded import OutOfMemory, solve_folded
+from autoshard.solvers.exact import TooSlow, solve_exactly
+from autoshard.solvers.folded import Effort, OutOfMemory, solve_folded
 from autoshard.solvers.problem import Infeasible
 from autoshard.solvers.staged import (
     EVERY,
@@ -25,6 +26,7 @@ from autoshard.solvers.staged import (
     StagedValue,
     evaluate_staged,
 )
+from autoshard.solvers.whole import proven, solve_staged
 
 ANYWHERE = float("inf")
 
@@ -227,3 +229,28 @@ def test_parts_agree_on_a_weight_that_both_read(limit):
     assert found.objective == pytest.approx(best) and found.bound <= best * (1 + 1e-9)
     with pytest.raises(OutOfMemory):
         solve_folded(tied(6.5))
+
+
+@pytest.mark.parametrize("many", [whole.MANY, 0])
+def test_blocks_that_do_not_repeat(many, monkeypatch):
+    """What has an answer gets one that is within the gap of the best; with few strategies, not far from it. No bound is above the best."""
+    monkeypatch.setattr(whole, "MANY", many)
+    worse, parts = [], {}
+    for seed in range(100):
+        problem, parts = anything(Random(seed)), {}
+        try:
+            best = solve_exactly(problem).objective
+        except Infeasible:
+            with pytest.raises(Infeasible):
+                solve_staged(problem, Effort())
+            continue
+        found = solve_staged(problem, Effort(), parts=parts)
+        assert found.bound <= best * (1 + 1e-7) and best * (1 - 1e-7) <= found.objective
+        assert evaluate_staged(problem, found.answer).objective == pytest.approx(found.objective)
+        reserve = tuple(r - 1.0 for r in problem.reserve)
+        roomy = solve_exactly(replace(problem, reserve=reserve))
+        assert proven(problem, reserve, found, parts) <= roomy.objective * (1 + 1e-7)
+        with pytest.raises(TooSlow):
+            solve_staged(problem, Effort(), cutoff=0.9 * found.bound)
+        worse.append(found.objective / best - 1 if best else 0.0)
+    assert len(worse) > 40 and max(worse) <= (0.0101 if many else 0.5) and sum(worse) / len(worse) < 0.02

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.planning.fold import Folding
+from autoshard.planning.spans import Span, spans_of
 from autoshard.planning.stages import alive_across
 from autoshard.program import Program
 
@@ -18,11 +19,12 @@ class Irregular(ValueError):
 @dataclass
 class Chain:
     """The ops of a program in blocks, in order. part: of each block; blocks of one part are the same layer, op by op. times: blocks of the
-    whole program that each stands for, if the program is abridged."""
+    whole program that each stands for, if the program is abridged. again: whether backward may compute a block again."""
 
     blocks: list[list[fx.Node]]
     part: list[int]
     times: list[int]
+    again: list[bool]
     block_of: dict[fx.Node, int] = field(init=False)
 
     def __post_init__(self):
@@ -33,48 +35,50 @@ class Chain:
         """The part of each block of the whole program."""
         return tuple(part for part, times in zip(self.part, self.times) for _ in range(times))
 
+    @property
+    def repeats(self) -> bool:
+        return len(set(self.part)) < len(self.part)
+
 
 def chain_of(program: Program, folding: Folding, pure: set[fx.Node]) -> Chain:
-    """Blocks: the layers that repeat, and the runs of ops between them. Values that any stage can compute for itself lie in the first.
+    """Blocks: the layers that repeat, and pieces of the runs of ops between them. Values that any stage can compute for itself, and that
+    are of no layer, lie in the first, but for those that a piece alone reads.
 
     Raises Irregular if a cut between two blocks would be impossible.
     """
     ops = program.ops
     place = {node: i for i, node in enumerate(ops)}
-    starts = {start: (kind, layers.period) for kind, layers in enumerate(folding.layers) for start in layers.starts}
-    blocks: list[list[fx.Node]] = []
-    kinds: list[object] = []
-    common: list[fx.Node] = []
-    at, between = 0, []
-    while at <= len(ops):
-        if between and (at == len(ops) or at in starts):
-            blocks.append(between)
-            kinds.append(("between", len(blocks)))
-            between = []
-        if at == len(ops):
-            break
-        if at in starts:
-            kind, period = starts[at]
-            blocks.append(ops[at : at + period])
-            kinds.append(kind)
-            at += period
-        else:
-            (common if ops[at] in pure else between).append(ops[at])
-            at += 1
+    spans = spans_of(program, folding, pure)
+    common = _common(ops, spans, pure)
+    blocks = [[node for node in ops[span.start : span.end] if node not in common] for span in spans]
+    spans, blocks = zip(*((span, block) for span, block in zip(spans, blocks) if block)) if any(blocks) else ((), ())
+    blocks = list(blocks)
     if common:
-        if not blocks or kinds[0] in range(len(folding.layers)):
+        if not blocks or spans[0].layer is not None:
             raise Irregular("there is no op before the first layer")
-        blocks[0] = sorted(common + blocks[0], key=place.__getitem__)
+        blocks[0] = sorted([*common, *blocks[0]], key=place.__getitem__)
     if any(all(node in pure for node in block) for block in blocks):
         raise Irregular("a block has no work of its own")
     numbers: dict[object, int] = {}
+    kinds = [("piece", i) if span.layer is None else span.layer for i, span in enumerate(spans)]
     times = [max(node.meta.get("stands_for", 1) for node in block) for block in blocks]
-    chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds], times)
-    apart = set(common)
+    chain = Chain(blocks, [numbers.setdefault(kind, len(numbers)) for kind in kinds], times, [span.again for span in spans])
     tuples = {n for n in ops if isinstance(n.meta["val"], (tuple, list))}
     alive = dict(alive_across(program, pure))
     for block in blocks[:-1]:
-        last = max((n for n in block if n not in apart), key=place.__getitem__)
+        last = max((n for n in block if n not in common), key=place.__getitem__)
         if not alive[last] or any(value in tuples for value in alive[last]):
             raise Irregular(f"the model can't be cut behind {last.name}")
     return chain
+
+
+def _common(ops: list[fx.Node], spans: list[Span], pure: set[fx.Node]) -> set[fx.Node]:
+    """Values of no layer that any stage can compute for itself, but for those that one piece alone reads, which may be computed again."""
+    span_of = {node: span for span in spans for node in ops[span.start : span.end]}
+    common: set[fx.Node] = set()
+    for node in reversed(ops):
+        span = span_of[node]
+        if node in pure and span.layer is None:
+            if not span.again or any(user in common or span_of.get(user) is not span for user in node.users):
+                common.add(node)
+    return common

@@ -20,10 +20,11 @@ from autoshard.planning.staging import Allowed, Staged, stage_problem
 from autoshard.program import Program
 from autoshard.schedule import Schedule
 from autoshard.solvers.columns import Part
-from autoshard.solvers.exact import StagedSolution
-from autoshard.solvers.folded import Effort, OutOfMemory, TooSlow, proven, solve_folded
+from autoshard.solvers.exact import StagedSolution, TooSlow
+from autoshard.solvers.folded import Effort, OutOfMemory
 from autoshard.solvers.problem import SolverError
-from autoshard.solvers.staged import StagedAnswer, StagedProblem, stage_of
+from autoshard.solvers.staged import StagedAnswer, StagedProblem, evaluate_staged, stage_of
+from autoshard.solvers.whole import proven, solve_staged
 
 _TRIES = 8  # of plans whose memory was estimated badly
 _SLOW, _ROOM = 0.01, 0.03  # a plan so much above the bound that leaves so much memory: the limit was felt too early
@@ -52,10 +53,20 @@ def staged_of(
     Raises Irregular: the model has no blocks that could be told apart, or fewer than there are stages.
     """
     folding, _, annotated = choices_of(program, mesh, pins, narrow)
-    chain = chain_of(program, folding, pure)
+    try:
+        return _staged(program, annotated, chain_of(program, folding, pure), pure, mesh, cluster, schedule, limit, allowed)
+    except Irregular as reason:
+        if not folding.layers or any("stands_for" in node.meta for node in program.ops):
+            raise
+        logger("plan").info("layers are taken for different ones: %s", reason)
+    chain = chain_of(program, replace(folding, layers=[]), pure)
+    return _staged(program, annotated, chain, pure, mesh, cluster, schedule, limit, allowed)
+
+
+def _staged(program: Program, annotated, chain: Chain, pure, mesh: Mesh, *known) -> Staged:
     if len(chain.parts) < mesh.pipeline:
         raise Irregular(f"{len(chain.parts)} blocks can't fill {mesh.pipeline} stages")
-    return stage_problem(program, annotated, chain, pure, mesh, cluster, schedule, limit, allowed)
+    return stage_problem(program, annotated, chain, pure, mesh, *known)
 
 
 def decide_jointly(
@@ -86,15 +97,16 @@ def decide_jointly(
     """
     start = time.perf_counter()
     mesh, limit = program.mesh, staged.problem.limit
-    reserve, parts = tuple(transient), {} if parts is None else parts
+    parts = {} if parts is None else parts
+    room = _Room(tuple(transient))
     best: Decision | None = None
-    failed: list[tuple[float, ...]] = []
-    nothing = (0.0,) * mesh.pipeline
     for _ in range(_TRIES):
-        problem = replace(staged.problem, reserve=reserve)
+        if room.known() and best is not None:
+            break
+        problem = replace(staged.problem, reserve=room.now)
         try:
             left = max(1.0, start + effort.seconds - time.perf_counter())
-            solution = solve_folded(problem, replace(effort, seconds=left), progress=logger("plan").info, parts=parts, cutoff=cutoff)
+            solution = solve_staged(problem, replace(effort, seconds=left), progress=logger("plan").info, parts=parts, cutoff=cutoff)
         except TooSlow as error:
             if best is not None:
                 break
@@ -106,25 +118,30 @@ def decide_jointly(
         except OutOfMemory as error:
             if best is not None:
                 break
-            if reserve == tuple(transient) != nothing:  # perhaps with less room for what comes and goes
-                reserve = nothing
+            if room.less():
                 continue
-            raise nothing_fits(error, mesh, reserve == nothing) from error
+            if error.answer is None or room.smallest:
+                raise nothing_fits(error, mesh, not any(room.now)) from error
+            room.smallest = True  # by the problem; what it needs beside may be less, too
+            evaluation = evaluate_staged(problem, error.answer)
+            solution = StagedSolution(error.answer, evaluation, 0.0, time.perf_counter() - start, "smallest")
+            refusal = error
         decision = decision_of(program, chain, staged, solution.answer)
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next
-        unseen = tuple(r + n - known for r, n, known in zip(reserve, needed, solution.evaluation.memory))
+        unseen = tuple(r + n - known for r, n, known in zip(room.now, needed, solution.evaluation.memory))
         if max(needed) > limit:
-            failed.append(unseen)
-            reserve = tuple(map(max, *failed)) if len(failed) > 1 else unseen  # plans that differ in turns must not take turns
+            if room.smallest and best is None:
+                raise nothing_fits(refusal, mesh, False) from refusal
+            room.missed(unseen)
             continue
-        reserve = unseen
-        bound = min(solution.objective, proven(replace(problem, reserve=reserve), parts, effort.seconds))
+        room.found(unseen)
+        bound = min(solution.objective, proven(problem, unseen, solution, parts, effort.seconds))
         decision.solver = notes_of(solution, bound, problem, len(decision.chosen), time.perf_counter() - start)
-        if best is not None:
-            return min(best, decision, key=lambda d: d.solver["objective"])
-        best = decision
-        if solution.gap < max(_SLOW, effort.gap) or max(needed) > limit * (1 - _ROOM):
+        gap = solution.gap if staged.chain.repeats else decision.solver["gap"]  # of large problems, no more than two are solved
+        last = best is not None and (staged.chain.repeats or decision.solver["objective"] >= best.solver["objective"])
+        best = decision if best is None else min(best, decision, key=lambda d: d.solver["objective"])
+        if last or gap < max(_SLOW, effort.gap) or max(needed) > limit * (1 - _ROOM):
             break
     if best is not None:
         return best
@@ -134,6 +151,56 @@ def decide_jointly(
         f"the limit is {limit / 2**30:.3g} GiB",
         hint=MORE_ROOM, limit=limit, least=needed[worst], stage=worst,
     )  # fmt: skip
+
+
+class _Room:
+    """What the problem's reserve is to be, by stage, from what plans needed that were found with others.
+
+    now: bytes. smallest: whether the smallest answer was looked at, as there was no other.
+    """
+
+    def __init__(self, first: tuple[float, ...]):
+        self.now, self.smallest = first, False
+        self._nothing = (0.0,) * len(first)
+        self._solved: tuple[float, ...] | None = None  # the last that the problem had an answer with, which did not fit
+        self._full: tuple[float, ...] | None = None  # the last that it had none with, if it has one with less
+        self._enough = self._nothing  # of the best plan
+        self._failed: list[tuple[float, ...]] = []
+        self._tried: set[tuple[int, ...]] = set()
+
+    def known(self) -> bool:
+        """Whether this was tried; from now on, it was."""
+        key = tuple(map(round, self.now))
+        found = key in self._tried
+        self._tried.add(key)
+        return found
+
+    def missed(self, unseen: tuple[float, ...]) -> None:
+        """A plan needed more beside than it was given, and did not fit."""
+        self._solved = self.now
+        self._failed.append(unseen)
+        if self._full is not None:
+            self.now = _between(self.now, self._full)
+            return
+        self.now = tuple(map(max, *self._failed)) if len(self._failed) > 1 else unseen  # plans that differ must not take turns
+        if tuple(map(round, self.now)) in self._tried:
+            self.now = _between(self.now, self._enough)
+
+    def found(self, unseen: tuple[float, ...]) -> None:
+        """A plan fits that needs so much beside."""
+        self.now = self._enough = unseen
+
+    def less(self) -> bool:
+        """The problem has no answer: go on with less, if that was not tried."""
+        less = self._nothing if self._solved is None else _between(self._solved, self.now)
+        if tuple(map(round, less)) in self._tried:
+            return False
+        self._full, self.now = self.now if self._solved else None, less
+        return True
+
+
+def _between(some: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple((a + b) / 2 for a, b in zip(some, others))
 
 
 def notes_of(solution: StagedSolution, bound: float, problem: StagedProblem, nodes: int, seconds: float) -> dict:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from math import isqrt, prod
 
 from torch import fx
 
 from autoshard.errors import PlanError
 from autoshard.placement import Layout, R, cut_over_data
 from autoshard.planning.fold import fold
-from autoshard.planning.stages import alive_across
-from autoshard.program import Param, Program, tensors
+from autoshard.planning.spans import spans_of
+from autoshard.program import Param, Program
 
 ANY, PLAIN, KEPT, AGAIN, ONCE = "any", "plain", "kept", "again", "once"
 """An op as autograd runs it; and in a block that is computed again: one whose result is kept, one that is computed again, and one whose
@@ -95,27 +94,11 @@ def zero_levels(program: Program, layouts: Mapping[fx.Node, Layout], wanted: int
 
 
 def layer_regions(program: Program, pure: set[fx.Node]) -> dict[str, int]:
-    """Number of its region by op name: the layers of the model, or, where none repeats, blocks between narrow places.
+    """Number of its region by op name: the layers of the model, and pieces of long runs between them, as ``spans_of`` finds them.
 
-    Ops of no layer (embeddings, head, loss) are in none. ``pure``: values that depend on inputs and constants alone.
+    Ops of short runs (embeddings, head, loss) are in none. ``pure``: values that depend on inputs and constants alone.
     """
     ops = program.ops
-    spans = sorted((start, start + layers.period) for layers in fold(program).layers for start in layers.starts)
-    spans = [span for span in spans if any(node not in pure for node in ops[slice(*span)])] or _blocks(program, pure)
-    return {node.name: number for number, (start, end) in enumerate(spans) for node in ops[start:end]}
-
-
-def _blocks(program: Program, pure: set[fx.Node]) -> list[tuple[int, int]]:
-    """About the square root of n blocks, n the number of places where one value is alive. The last block, which backward needs at
-    once, is left alone."""
-    alive = alive_across(program, pure)
-    sizes = [sum(prod(t.shape) * t.element_size() for n in values for t in tensors(n.meta["val"])) for _, values in alive]
-    narrow = [i for i, (node, values) in enumerate(alive[:-1]) if len(values) == 1 and node not in pure]
-    wanted = isqrt(len(narrow)) + 1
-    step = len(alive) / wanted
-    cuts: list[int] = []
-    for i in range(1, wanted):
-        near = [at for at in narrow if abs(at + 1 - i * step) <= step / 2 and (not cuts or at + 1 > cuts[-1])]
-        if near:
-            cuts.append(min(near, key=lambda at: (sizes[at], at)) + 1)
-    return list(zip([0, *cuts], cuts))
+    spans = [ops[span.start : span.end] for span in spans_of(program, fold(program), pure) if span.again]
+    spans = [span for span in spans if any(node not in pure for node in span)]
+    return {node.name: number for number, span in enumerate(spans) for node in span}

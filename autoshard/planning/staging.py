@@ -254,7 +254,7 @@ class _Builder:
         itemsize = max((v.element_size() for v in tensors(node.meta["val"])), default=4)
         costs = self.pricing.costs(node, rule, strategies)
         block = self.chain.block_of[node]
-        modes = [mode for mode in self.allowed.modes if mode == PLAIN or self._layer(block)]
+        modes = [mode for mode in self.allowed.modes if mode == PLAIN or self.chain.again[block]]
         ways, amounts, saved = [], [], []
         for s, cost in zip(strategies, costs):
             inside = sum(step.seconds for step in kernel_steps(s, itemsize, self.mesh, self.cluster))
@@ -271,9 +271,6 @@ class _Builder:
                 amounts.append(Amount(seconds + again, 0.0, 0.0, held, peak))
                 saved.append(dict(cost.saved) if mode == PLAIN else {})
         return ways, amounts, saved
-
-    def _layer(self, block: int) -> bool:
-        return self.chain.part.count(self.chain.part[block]) > 1
 
     # --- values and who reads them ----------------------------------------------------------------------------------------------
 
@@ -457,7 +454,7 @@ class _Builder:
     def _mode(self, part: int) -> None:
         """All ops of a block are computed again, or none: an op of the problem that says which, and that saves what the block reads."""
         blocks = [b for b, p in enumerate(self.chain.part) if p == part]
-        if len(blocks) == 1:
+        if not self.chain.again[blocks[0]]:
             return
         modes = tuple(dict.fromkeys(mode == PLAIN for mode in self.allowed.modes))
         mode = len(self.ops)
@@ -472,8 +469,9 @@ class _Builder:
             if op.part == part and any(way.mode not in (ANY, PLAIN) for way in self.ways[i]):
                 demands = (either if way.mode == ANY else modes.index(way.mode == PLAIN) for way in self.ways[i])
                 self.uses.append(StagedUse(value, i, tuple(demands)))
-        for producer, index in self._inputs(self.chain.blocks[blocks[1]]):
-            self._saved_input(mode, modes, blocks[1], producer, index)
+        block = blocks[min(1, len(blocks) - 1)]  # of a representative
+        for producer, index in self._inputs(self.chain.blocks[block]):
+            self._saved_input(mode, modes, block, producer, index)
 
     def _inputs(self, region: list[fx.Node]) -> list[tuple[fx.Node, int]]:
         """(op, result) of other blocks whose memory a region reads."""

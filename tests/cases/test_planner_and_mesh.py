@@ -52,7 +52,7 @@ def test_memory_exactly_at_the_boundary():
     free = autoshard.plan(model, (1, 2, 1), batch)
     peak = free.peak_bytes
     assert autoshard.plan(model, (1, 2, 1), batch, memory=peak).peak_bytes <= peak
-    refused(Wide, rows(8, 64), (1, 2, 1), error=PlanError, memory=peak - 1, zero=0, recompute="off", microbatches=1)
+    refused(Wide, rows(8, 64), (1, 2, 1), error=PlanError, memory=peak - 1, zero=0, recompute="off", offload="off", microbatches=1)
 
 
 def test_memory_in_which_only_recompute_and_zero_fit():
