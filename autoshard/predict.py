@@ -303,7 +303,8 @@ def _memory(plan: Plan, mesh: Mesh, cluster: Cluster, parts: list[Stage]) -> dic
         for s in here:
             late = (s + 1 not in here, s - 1 not in here) if placed.listed else None
             half = half_done(name, p, m, s) if halves[rank] else 0
-            manners.append(Manner(in_flight(name, p, plan.chunks, m, s), s == plan.depth - 1, late, halves[rank], half, seen))
+            flight = in_flight(name, p, plan.chunks, m, s, not halves[rank])
+            manners.append(Manner(flight, s == plan.depth - 1, late, halves[rank], half, seen))
             seen |= parts[s].program.params.keys()
         tables = rank_peak([(parts[s].program, manner) for s, manner in zip(here, manners)], mesh, cluster.device, plan.offload)
         found.update(zip(here, zip(manners, tables)))

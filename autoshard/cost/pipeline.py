@@ -120,12 +120,14 @@ def equal_bubble(p: int, microbatches: int) -> float:
     return (p - 1) / (p - 1 + microbatches)
 
 
-def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int, stage: int) -> int:
+def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int, stage: int, whole: bool = False) -> int:
     """Micro-batches whose activations a stage holds when its rank holds most.
 
     GPipe: all. 1F1B: min(m, p - s). Of v stages a rank, those of the rank's first N forwards, which run through its stages in turn, the
-    micro-batches of a round each: N = (v - 1) round + 2 (p - 1 - r) + 1 interleaved, (v - 1) round + p with zero bubble. In a v,
-    2 p - 1 - s of the upper stages and r + 1 of the lower.
+    micro-batches of a round each: N = (v - 1) round + 2 (p - 1 - r) + 1 interleaved, (v - 1) round + p with zero bubble, of which r wait
+    for the second part of their backward. In a v, 2 p - 1 - s of the upper stages and r + 1 of the lower.
+
+    whole: the rank's stages run both parts of backward at once, as they do where something is computed again.
     """
     p, v, m = ranks, chunks, microbatches
     rank, row = schedule_of(schedule).rank_of(stage, p), stage // p
@@ -136,7 +138,7 @@ def in_flight(schedule: str, ranks: int, chunks: int, microbatches: int, stage: 
     if v == 1 and schedule != "InterleavedZeroBubble":
         return min(m, p - stage)
     a_round = m // max(1, m // p)
-    ahead = (v - 1) * a_round + (p if schedule == "InterleavedZeroBubble" else 2 * (p - 1 - rank) + 1)
+    ahead = (v - 1) * a_round + (p - whole * rank if schedule == "InterleavedZeroBubble" else 2 * (p - 1 - rank) + 1)
     return sum(step // a_round % v == row for step in range(min(v * m, ahead)))
 
 
