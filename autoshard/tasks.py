@@ -219,8 +219,9 @@ class Task:
         other = self.ladder()
         if other.peak_bytes > self.limit or other.step_seconds >= plan.step_seconds:
             return plan
-        bound, taken = plan.solver["bound"], other.step_seconds
-        return replace(other, solver={**plan.solver, "objective": taken, "gap": max(0.0, 1 - bound / taken)})
+        taken = other.step_seconds
+        bound = min(plan.solver["bound"], taken)  # that of plans which need as much beside as the other
+        return replace(other, solver={**plan.solver, "objective": taken, "bound": bound, "gap": 1 - bound / taken})
 
     def ladder(self) -> Plan:
         """The fastest of some plans that save memory everywhere alike, or the smallest if none fits."""
