@@ -35,6 +35,7 @@ from .linear import LinearAnswer
 from .master import TINY, Master, Segment
 from .problem import Infeasible, OutOfTime, SolverError
 from .staged import RESIDENT, Amount, StagedAnswer, StagedEvaluation, StagedProblem, evaluate_staged
+from .twins import refined
 
 _ROUNDS = 12
 _BETWEEN = (4.0, 16.0)  # a first guess: memory is worth so many times less than what would make it as dear as time
@@ -129,10 +130,11 @@ class _Search:
                 return solve_exactly(self.problem, self.left())
             except (Infeasible, OutOfTime):
                 raise error from None
-        objective, answer, evaluation = self.best
+        _, answer, evaluation = self.best
+        answer, evaluation = refined(self.problem, answer, evaluation)
         late = time.perf_counter() - self.began > self.time_limit
         status = "time limit" if late and not self.close() else "best found"  # how good that is, the gap says
-        return StagedSolution(answer, evaluation, min(self.bound, objective), time.perf_counter() - self.began, status)
+        return StagedSolution(answer, evaluation, min(self.bound, evaluation.objective), time.perf_counter() - self.began, status)
 
     def rounds(self) -> None:
         self.start()

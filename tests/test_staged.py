@@ -26,6 +26,7 @@ from autoshard.solvers.staged import (
     StagedValue,
     evaluate_staged,
 )
+from autoshard.solvers.twins import refined
 from autoshard.solvers.whole import proven, solve_staged
 
 ANYWHERE = float("inf")
@@ -203,6 +204,22 @@ def test_a_cut_costs_what_crosses_it_at_least():
     problem = StagedProblem(ops, (skip, *near), uses, (0, 1, 2), (True, True), (1, 1), 1, 1.0)
     assert problem.least_cut == (6.0, 11.0)
     assert replace(problem, legal=(True, False)).least_cut == (7.0, 11.0)
+
+
+@pytest.mark.parametrize("limit, fast", [(29.0, 0), (30.0, 1), (41.0, 2), (42.0, 3), (70.0, 4)])
+def test_twins_are_as_fast_as_there_is_room_for(limit, fast):
+    """Five blocks of 6 bytes, or of 12 and a second less once a step; a weight that both stages read is 6 of the first stage's 18 at least,
+    or 12, and gains the most. A third way, that is faster yet, leaves another placement, and so is no twin."""
+    costs = (Amount(2.0, 1.0, 6.0), Amount(2.0, 0.0, 12.0), Amount(1.0, 0.0, 6.0))
+    ops = (StagedOp("a", costs, 0), StagedOp("weight", (Amount(0.0, 3.0, 6.0), Amount(0.0, 1.0, 12.0)), RESIDENT))
+    values = (StagedValue("x", 0, (0, 0, 1), {}, {}), StagedValue("w", 1, (0, 0), {}, {}))
+    uses = (StagedUse(0, 0, (0, 0, 1), NEXT), StagedUse(1, 0, (0, 0, 0)))
+    problem = StagedProblem(ops, values, uses, (0,) * 5, (True,) * 4, (1, 1), 2, limit)
+    slow = StagedAnswer((0, 3), {(1, RESIDENT): 0, **{(0, block): 0 for block in range(5)}})
+    answer, found = refined(problem, slow, evaluate_staged(problem, slow))
+    assert not found.violations
+    assert sum(answer.choices[0, block] for block in range(3)) + answer.choices[1, RESIDENT] == fast
+    assert set(answer.choices.values()) <= {0, 1}
 
 
 def tied(limit: float) -> StagedProblem:
