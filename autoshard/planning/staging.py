@@ -182,6 +182,7 @@ class _Builder:
         self.index: dict[fx.Node, int] = {}  # op of the problem, of every node
         self.saved: list[list[dict[Storage, float]]] = []  # of each op and way
         self.by_value: dict[tuple, tuple[int, dict]] = {}  # index of a value, and the ids of its placements
+        self.moved: dict[tuple, tuple[float, float, float] | None] = {}  # of each result, from one layout to another: what that takes
         self.owners: dict[tuple, fx.Node] = {}  # of each storage, the first op of a block that saves it
 
     def collect(self) -> None:
@@ -368,10 +369,12 @@ class _Builder:
     def _move(self, node: fx.Node, index: int, have: Layout, want: Layout, again: bool) -> Amount | None:
         if have == want:
             return NOTHING
-        found = move_seconds(self.program, (node, index), have, want, self.mesh, self.cluster)
-        if found is None:
+        key = node, index, have, want
+        if key not in self.moved:  # many uses ask for the same
+            self.moved[key] = move_seconds(self.program, (node, index), have, want, self.mesh, self.cluster)
+        if self.moved[key] is None:
             return None
-        forward, backward, once = found
+        forward, backward, once = self.moved[key]
         return Amount(forward * (2 if again else 1) + backward + EPSILON, once)
 
     def _weight_move(self, node: fx.Node, have: Layout, level: int, want: Layout) -> Amount | None:
