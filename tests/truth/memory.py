@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from autoshard.planning.plan import Plan
 from autoshard.runtime.sharded import Sharded
 from autoshard.runtime.world import open_world
 
+from ..small import Case as Cell
 from .meter import Reading, measure
 from .models import MODELS
 
@@ -32,7 +33,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to be made and run: the model's name, and what ``autoshard.plan`` is told."""
+    """A plan to be made and run: the model's name, and what ``autoshard.plan`` is told. offload: also, a part of the names of parameters
+    that are offloaded; on a CPU, whose memory is the host's, plans offload nothing by themselves."""
 
     model: str
     mesh: str
@@ -53,7 +55,8 @@ class Case:
     @property
     def options(self) -> dict:
         """For ``autoshard.plan``, without the limit."""
-        return {name: getattr(self, name) for name in ("zero", "recompute", "microbatches", "offload", "precision", "schedule")}
+        names = ("zero", "recompute", "microbatches", "precision", "schedule")
+        return {name: getattr(self, name) for name in names} | {"offload": "optimizer" if self.offload == "optimizer" else "off"}
 
 
 CASES = (
@@ -72,6 +75,7 @@ CASES = (
     Case("gpt2", "1,1,2", "auto", "auto", 4, memory="95MiB"),
     Case("gpt2", "1,1,2", "auto", "auto", 4, memory="80MiB"),
     Case("llama", "2,1,1", 2, "on", offload="optimizer"),
+    Case("llama", "2,1,1", 2, "off", 2, offload="mlp"),
     Case("gpt2", "2,1,1", 2, "off", precision="bf16"),
     Case("llama", "2,2,1", 2),
     Case("gpt2", "1,1,2", microbatches=4, schedule="Interleaved1F1B"),
@@ -120,11 +124,19 @@ def saved(plan: Plan) -> str:
     return f"ZeRO: {levels or 'none'}; layers computed again, by stage: {layers}; values kept in them: {len(plan.kept)}"
 
 
+def offloading(part: str, cell: Cell, plan: Plan) -> Plan:
+    """The plan with the parameters offloaded whose names have this part, priced anew."""
+    some = sorted(name for name in plan.params if part in name)
+    return cell.priced(replace(plan, offload=some, stage_rows=[], collectives=[], ops=[]))
+
+
 def run(case: Case, **size: int) -> Outcome:
     """Plan the case and train it for some steps, on a process for each rank. ``size``: of the model and its batch."""
     model, batch = MODELS[case.model](**size)
     mesh = Mesh.of(case.mesh)
     plan = compiler.plan(model, mesh, batch, cluster="cpu", memory=case.memory, **case.options)
+    if case.offload not in ("off", "optimizer"):
+        plan = offloading(case.offload, Cell(model, batch), plan)
     free = compiler.plan(model, mesh, batch, cluster="cpu", **case.options) if case.memory else None
     prepared = compiler.Prepared.of(capture(model, batch, precision=case.precision), plan, mesh, batch)
 
