@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Folded:
     """Rows that read the same but for the number of their layer.
 
-    path: components of the module path, numbers merged: ("transformer", "h", "0-11", "ln_1").
+    path: components of the module path, numbers merged: ("transformer", "h", "0-7,12", "ln_1").
     key: what is shown of the rows, equal for all of them.
     rows: the rows themselves, in program order.
     """
@@ -45,7 +45,7 @@ def layer_of(module: str) -> str:
 
 
 def fold(rows: Iterable[T], module: Callable[[T], str], key: Callable[[T], Hashable]) -> list[Folded]:
-    """Merge neighbouring layers whose rows have the same keys in the same order; innermost layers first.
+    """Merge layers, neighbours or not, whose rows have the same keys in the same order; innermost layers first.
 
     A layer differs if any row does, so folding never hides a decision. Order is that of the first layer's rows.
     """
@@ -62,28 +62,31 @@ def _fold_at(rows: list[Folded], depth: int) -> list[Folded]:
             families.setdefault(row.path[:depth], {}).setdefault(int(row.path[depth]), []).append(position)
     out: list[Folded | None] = list(rows)
     for prefix, blocks in families.items():
-        runs: list[list[int]] = []
+        alike: dict[tuple, list[int]] = {}  # numbers, by what their rows show
         for number in sorted(blocks):
-            last = runs[-1] if runs else None
-            if last and last[-1] == number - 1 and _same(rows, blocks[last[0]], blocks[number], depth):
-                last.append(number)
-            else:
-                runs.append([number])
-        for run in runs:
+            alike.setdefault(tuple((rows[i].path[depth + 1 :], rows[i].key) for i in blocks[number]), []).append(number)
+        for run in alike.values():
             if len(run) == 1:
                 continue
             for nth, position in enumerate(blocks[run[0]]):
                 first = rows[position]
                 members = tuple(row for number in run for row in rows[blocks[number][nth]].rows)
-                out[position] = replace(first, path=(*prefix, f"{run[0]}-{run[-1]}", *first.path[depth + 1 :]), rows=members)
+                out[position] = replace(first, path=(*prefix, ranges(run), *first.path[depth + 1 :]), rows=members)
             for number in run[1:]:
                 for position in blocks[number]:
                     out[position] = None
     return [row for row in out if row is not None]
 
 
-def _same(rows: list[Folded], mine: list[int], other: list[int], depth: int) -> bool:
-    def signature(positions: list[int]):
-        return [(rows[i].path[depth + 1 :], rows[i].key) for i in positions]
-
-    return signature(mine) == signature(other)
+def ranges(numbers: list[int]) -> str:
+    """
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
