@@ -20,10 +20,14 @@ from autoshard.planning.plan import Plan
 from autoshard.planning.planner import restore
 from autoshard.planning.recut import recut
 from autoshard.schedule import TRIED, Schedule, schedule_of
-from autoshard.tasks import Outline, Task
+from autoshard.solvers.folded import Effort
+from autoshard.tasks import LITTLE, Outline, Task
 
 TRIES = 2
 """Plans that are made, at most, of one schedule."""
+
+ROUGH = Effort(20.0, gap=0.02)
+"""How hard solvers try to make a plan fit in less memory than there is."""
 
 USUAL = schedule_of("1F1B")
 
@@ -38,12 +42,14 @@ class _Trial:
     placed: Schedule
 
 
-def quickest(best: Plan, made: Iterable[tuple[Task, Plan | Outline]]) -> Plan:
+def quickest(best: Plan, made: Iterable[tuple[Task, Plan | Outline]], draft: Plan | Outline | None) -> Plan:
     """``best``, a plan for 1F1B, or a plan that another schedule makes faster, by at least ``NEAR``.
 
     made: ``best`` and what else was planned for 1F1B, memory aside; what does not fit as it is, is left out.
+    draft: what ``best`` was made of. Where the fastest schedule needs more memory than there is, that is made to fit in less.
     """
     start = time.perf_counter()
+    made = list(made)
     trials = [
         _Trial(hoped(task, plan, placed), task, plan, placed)
         for task, plan in made
@@ -74,6 +80,14 @@ def quickest(best: Plan, made: Iterable[tuple[Task, Plan | Outline]]) -> Plan:
         if trial.placed not in into or plan.step_seconds < into[trial.placed].step_seconds:
             into[trial.placed] = plan
     least = min(plan.step_seconds for plan in found.values())
+    hopes = [placed for placed, plan in misfits.items() if plan.step_seconds < (1 - NEAR) * least]
+    if hopes and draft is not None:
+        hope = min(hopes, key=lambda placed: misfits[placed].peak_bytes)
+        task = next(task for task, plan in made if (task.mesh, task.m) == (misfits[hope].mesh, misfits[hope].microbatches))
+        plan = in_less(hope, task, misfits[hope], draft, least)
+        if plan is not None:
+            found[hope] = min(found.get(hope, plan), plan, key=lambda plan: plan.step_seconds)
+            least = min(least, plan.step_seconds)
     winner = next(found[placed] for placed in (USUAL, *TRIED) if placed in found and (1 - NEAR) * found[placed].step_seconds <= least)
     rows = [_row(plan) for plan in (*found.values(), *(plan for placed, plan in misfits.items() if placed not in found))]
     facts = {**winner.solver, "schedules": rows}
@@ -83,6 +97,23 @@ def quickest(best: Plan, made: Iterable[tuple[Task, Plan | Outline]]) -> Plan:
     if "plan_seconds" in best.solver:
         facts["plan_seconds"] = best.solver["plan_seconds"] + time.perf_counter() - start
     return replace(winner, solver=facts)
+
+
+def in_less(placed: Schedule, task: Task, misfit: Plan, draft: Plan | Outline, cutoff: float) -> Plan | None:
+    """A plan under a schedule whose ``misfit`` needs too much memory: planned for 1F1B with as much less. None if that does not help.
+
+    cutoff: seconds of a step; what is slower is of no use.
+    """
+    room = task.limit - (misfit.peak_bytes - task.limit)
+    if isinstance(draft, Outline) and draft.peak_bytes > LITTLE * room:  # layers would be computed again, and solvers take long
+        return None
+    try:
+        plan = under(placed, task, replace(task, limit=room, effort=ROUGH).finished(draft))
+    except PlanError as reason:
+        logger("plan").info("%s in %.4g GiB: %s", placed.title, room / 2**30, reason)
+        return None
+    logger("plan").info("%s in less: %.4g s a step, %.4g GiB", placed.title, plan.step_seconds, plan.peak_bytes / 2**30)
+    return plan if plan.step_seconds < cutoff and plan.peak_bytes <= task.limit else None
 
 
 def _row(plan: Plan) -> dict:

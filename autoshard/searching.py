@@ -88,8 +88,9 @@ class Wanted:
         plan = self.on(mesh) if isinstance(mesh, Mesh) else self.on_any(mesh)
         if self.schedule == "auto":
             made = {at: draft for at, draft in self._drafts.items() if isinstance(mesh, int) or at[0] == plan.mesh}
+            draft = made.get((plan.mesh, plan.microbatches))
             made[plan.mesh, plan.microbatches] = plan
-            plan = quickest(plan, [(self.task(*at), each) for at, each in made.items()])
+            plan = quickest(plan, [(self.task(*at), each) for at, each in made.items()], draft)
         return replace(plan, random=self.random)
 
     def on(self, mesh: Mesh, cutoff: float = float("inf"), effort: Effort = THOROUGH) -> Plan:

@@ -253,6 +253,7 @@ class Outline:
     known: Known
     seconds: float  # that it took
     limited: Known | None = None  # under the limit, with all that may be done to save memory
+    bound: float | None = None  # seconds that nothing is faster than, memory aside, once it is asked for
 
 
 @dataclass(frozen=True)
@@ -343,11 +344,12 @@ class LongTask(Task):
     def squeezed(self, draft: Outline, limit: float, chain: Chain, cutoff: float) -> Plan:
         """A plan that fits, computes nothing again, and takes hardly longer than any that need not fit. Raises Irregular, PlanError."""
         staged, parts = draft.known.staged, draft.known.parts
-        free = solve_folded(staged.problem, parts=parts)
+        if draft.bound is None:
+            draft.bound = solve_folded(staged.problem, parts=parts).bound
         staged = replace(staged, problem=replace(staged.problem, limit=limit))
-        cutoff = min(cutoff, free.bound * (1 + NEAR))
+        cutoff = min(cutoff, draft.bound * (1 + NEAR))
         plan = self.made_to_fit(staged, chain, [0.0] * self.mesh.pipeline, cutoff, parts)
-        plan.solver.update(bound=free.bound, gap=1 - free.bound / plan.solver["objective"])
+        plan.solver.update(bound=draft.bound, gap=1 - draft.bound / plan.solver["objective"])
         return plan
 
 

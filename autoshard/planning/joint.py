@@ -27,6 +27,7 @@ from autoshard.solvers.staged import StagedAnswer, StagedProblem, evaluate_stage
 from autoshard.solvers.whole import proven, solve_staged
 
 _TRIES = 8  # of plans whose memory was estimated badly
+_ROUGH = 0.02  # a gap that is small enough while it is not known what plans need beside
 _SLOW, _ROOM = 0.01, 0.03  # a plan so much above the bound that leaves so much memory: the limit was felt too early
 
 
@@ -100,13 +101,14 @@ def decide_jointly(
     parts = {} if parts is None else parts
     room = _Room(tuple(transient))
     best: Decision | None = None
+    rough = replace(effort, gap=max(effort.gap, _ROUGH))  # until the reserve is a plan's
     for _ in range(_TRIES):
         if room.known() and best is not None:
             break
         problem = replace(staged.problem, reserve=room.now)
         try:
-            left = max(1.0, start + effort.seconds - time.perf_counter())
-            solution = solve_staged(problem, replace(effort, seconds=left), progress=logger("plan").info, parts=parts, cutoff=cutoff)
+            now = replace(rough or effort, seconds=max(1.0, start + effort.seconds - time.perf_counter()))
+            solution = solve_staged(problem, now, progress=logger("plan").info, parts=parts, cutoff=cutoff)
         except TooSlow as error:
             if best is not None:
                 break
@@ -130,6 +132,7 @@ def decide_jointly(
         needed = measure(decision)
         # what the problem did not see of this plan, or saw too large, it is told of the next
         unseen = tuple(r + n - known for r, n, known in zip(room.now, needed, solution.evaluation.memory))
+        first, rough = rough is not None, None
         if max(needed) > limit:
             if room.smallest and best is None:
                 raise nothing_fits(refusal, mesh, False) from refusal
@@ -141,7 +144,7 @@ def decide_jointly(
         gap = solution.gap if staged.chain.repeats else decision.solver["gap"]  # of large problems, no more than two are solved
         last = best is not None and (staged.chain.repeats or decision.solver["objective"] >= best.solver["objective"])
         best = decision if best is None else min(best, decision, key=lambda d: d.solver["objective"])
-        if last or gap < max(_SLOW, effort.gap) or max(needed) > limit * (1 - _ROOM):
+        if last or gap < max(_SLOW, effort.gap) or (not first and max(needed) > limit * (1 - _ROOM)):
             break
     if best is not None:
         return best
