@@ -26,6 +26,9 @@ from autoshard.tasks import LITTLE, Outline, Task
 TRIES = 2
 """Plans that are made, at most, of one schedule."""
 
+MORE = 1.25
+"""Times what a plan needs too much under a schedule, it is to need less under 1F1B: cut anew, not all ranks need less by the same."""
+
 ROUGH = Effort(20.0, gap=0.02)
 """How hard solvers try to make a plan fit in less memory than there is."""
 
@@ -104,7 +107,7 @@ def in_less(placed: Schedule, task: Task, misfit: Plan, draft: Plan | Outline, c
 
     cutoff: seconds of a step; what is slower is of no use.
     """
-    room = task.limit - (misfit.peak_bytes - task.limit)
+    room = task.limit - MORE * (misfit.peak_bytes - task.limit)
     if isinstance(draft, Outline) and draft.peak_bytes > LITTLE * room:  # layers would be computed again, and solvers take long
         return None
     try:
