@@ -51,10 +51,15 @@ class Report:
         """Whether nothing is divided: every rank computes everything."""
         return self.mesh.size > 1 and self.mesh.pipeline == 1 and bool(self.split) and not any(self.split.values())
 
+    @property
+    def trained(self) -> bool:
+        """Whether there was a loss to train with."""
+        return self.mismatch is not None or any(row.kind == "loss" for row in self.rows)
+
     def text(self) -> str:
         """For people: one line of answer, a table, and what to know about it."""
         answer = "equal" if self.equal else "NOT EQUAL"
-        runs = [f"{self.steps} step{'s' * (self.steps != 1)}", self.dtype]
+        runs = [f"{self.steps} step{'s' * (self.steps != 1)}" if self.trained else "forward only, as there is no loss", self.dtype]
         if self.microbatches > 1:
             runs.append(f"{self.microbatches} micro-batches")
         n, s = self.mesh.size, "s" * (self.mesh.size > 1)
@@ -84,6 +89,9 @@ class Report:
 
     def _notes(self) -> list[str]:
         notes = []
+        if not self.trained:
+            which = 'it is .loss or ["loss"] of what forward returns, or its only scalar, if that comes first'
+            notes.append(f"No loss, so no gradients: {which}.")
         if self.collectives and not self.mismatch:
             few, many = min(self.collectives), max(self.collectives)
             counts = f"{few}" if few == many else f"{few} to {many}"
@@ -94,7 +102,8 @@ class Report:
             more = f", and {len(self.excused) - _SHOWN} more" * (len(self.excused) > _SHOWN)
             notes.append(
                 f"Excused: {total} of {self.parameters} parameter elements differ from an independent run, where Adam turns rounding"
-                f" into steps ({where}{more}). Their gradients and updates were right in every step; float64 settles doubts."
+                f" into steps ({where}{more}). Their gradients and updates were right in every step"
+                + ("." if self.dtype in ("fp64", "float64") else "; float64 settles doubts.")
             )
         if self.random == "invariant":
             notes.append("Random numbers (dropout): those of one device, which draws them by position too (autoshard.invariant_random).")

@@ -77,7 +77,7 @@ def _table(comparison: Comparison, some: Plan) -> Table:
         ("recompute", lambda plan: "on" if plan.regions else "off"),
         ("step", lambda plan: duration(plan.step_seconds)),
         speed,
-        ("ratio", lambda plan: f"{plan.step_seconds / ours.step_seconds:.2f}" if ours else "-"),
+        ("ratio", lambda plan: f"{plan.step_seconds / ours.step_seconds:.2f}" if ours and plan.peak_bytes <= plan.memory_limit else "-"),
         ("bubble", lambda plan: percent(plan.bubble)),
         ("communication of a step, by axis",),
         *((f"  {axis}", seconds(axis)) for axis in ("data", "tensor", "pipeline")),
