@@ -199,6 +199,22 @@ def test_float64_finds_what_float32_can_not_tell_from_rounding():
     assert ("gradient", "head.weight") in wrong(report)
 
 
+def test_a_model_without_a_loss_is_run_forward():
+    """Once, and the report says so. Running statistics have changed by then, on all ranks alike."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+
+        def forward(self, x):
+            return self.norm(self.linear(x)).relu()
+
+    report = verify(Normed, MESH, (torch.randn(8, 8),), backend="local")
+    assert report.equal and not report.trained and "forward only, as there is no loss" in report.text()
+    assert any(row.kind == "copy" and row.name == "norm.running_mean" for row in report.rows)
+
+
 def test_a_plan_that_divides_nothing_says_so():
     row = compare.Row("loss", "", 1, 0, 0.0, 1e-5)
     report = Report(Mesh(1, 2, 1), "Toy", "float32", 1, rows=[row], split={"data": 0.0, "tensor": 0.0})

@@ -136,7 +136,8 @@ def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup 
     losses, leaves, gradients, scales, per_step = [], {}, [], [], 0
     with recorder as log:
         status("gathering parameters")
-        states = [_whole(sharded.state_dict())]
+        final = _whole(sharded.state_dict())
+        states = [final]
         parameters = list(sharded.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
         for step in range(1, len(trial.batches) + 1):
@@ -149,6 +150,7 @@ def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup 
                 status("step 1, gathering outputs")
                 leaves = leaves_of(output)
             if loss is None:
+                final = _whole(sharded.state_dict())  # forward may have changed buffers
                 break
             losses.append(loss.detach().clone())
             status(f"step {step} backward")
@@ -163,10 +165,11 @@ def run_rank(trial: Trial, build: Build, rank: int, everyone: dist.ProcessGroup 
                 optimizer.step()
                 optimizer.zero_grad()
             status(f"step {step}, gathering parameters")
-            states.append(_whole(sharded.state_dict()))
+            final = _whole(sharded.state_dict())
+            states.append(final)
         log.end()
     status("comparing copies")
-    rows = _check_copies(sharded, states[-1], len(losses), rank, everyone)
+    rows = _check_copies(sharded, final, len(losses), rank, everyone)
     whole = {"states": states, "gradients": gradients, "scales": scales} if rank == 0 else {}
     return {"losses": losses, "leaves": leaves, "copies": rows, **whole}, per_step
 
