@@ -109,7 +109,7 @@ class _Search:
         self.parts = parts
         self.bound, self.scale = 0.0, 1.0
         self.tolerance = 0.3 * self.gap
-        self.most = {(j, s): segment.count for j, segment in enumerate(self.segments) for s in range(problem.stages)}
+        self.better, self.most = float("inf"), self.all_blocks()  # only what takes less is of use, and has no more blocks in a stage
         self.unseen = [0.0] * problem.stages  # bytes that the master from above did not see
         self.best: tuple[float, StagedAnswer, StagedEvaluation] | None = None
 
@@ -140,9 +140,12 @@ class _Search:
         self.start()
         before = float("inf")  # between what was found and what is proven
         for number in range(_ROUNDS):
-            below, found = self.prove()
+            proof = self.prove()
             if self.bound >= self.cutoff:
                 raise TooSlow(self.bound)
+            if proof is None:
+                break
+            below, found = proof
             self.answers()
             objective = self.best[0] if self.best else float("inf")
             columns = sum(len(part.columns) for part in self.parts.values())
@@ -159,10 +162,16 @@ class _Search:
                 if not self.reprice(found, below):
                     break
 
-    def prove(self) -> tuple[Master, LinearAnswer]:
-        """Solve the master from below. Raises OutOfMemory."""
+    def all_blocks(self) -> dict[tuple[int, int], int]:
+        return {(j, s): segment.count for j, segment in enumerate(self.segments) for s in range(self.problem.stages)}
+
+    def prove(self) -> tuple[Master, LinearAnswer] | None:
+        """Solve the master from below; None if nothing is ``better``. Raises OutOfMemory."""
         below = self.master(below=True)
         found = below.lp.solve(time_limit=self.left(), gap=1e-5)
+        if found is None and self.better < float("inf"):
+            self.bound = max(self.bound, self.better)
+            return None
         if found is None:
             raise self.out_of_memory()
         self.bound = max(self.bound, (found.bound + below.offset) / self.scale)
@@ -170,9 +179,11 @@ class _Search:
 
     def crowd(self) -> None:
         """How many blocks a stage can hold in an answer that is better than the best: by the relaxed master from below."""
-        better = min(self.best[0] if self.best else float("inf"), self.cutoff)
+        self.better = better = min(self.best[0] if self.best else float("inf"), self.cutoff)
+        if better == float("inf"):
+            return
         for (j, s), most in self.most.items():
-            if self.segments[j].count == 1 or better == float("inf"):
+            if self.segments[j].count == 1:
                 continue
             below = self.master(below=True)
             below.lp.row({column: cost for column, cost in enumerate(below.lp.costs) if cost}, upper=better * self.scale - below.offset)
@@ -245,6 +256,8 @@ class _Search:
             if least:
                 below = self.master(below=True, least=True)
                 found = below.lp.solve(time_limit=self.left(), gap=1e-4)
+                if found is None:  # nothing is better, as ``prove`` will see
+                    return True
             above = self.master(below=False, least=least)
             above.fix({key: float(round(found.values[column])) for key, column in below.y.items()})
             answer = above.lp.solve(relaxed=True, time_limit=self.left())
@@ -292,6 +305,7 @@ class _Search:
 
     def out_of_memory(self) -> OutOfMemory:
         """What would be enough, and what is surely needed."""
+        self.most = self.all_blocks()
         below = self.master(below=True, least=True).lp.solve(time_limit=self.left(), gap=1e-4)
         above = self.master(below=False, least=True)
         found = above.lp.solve(time_limit=self.left(), gap=1e-4)
